@@ -1,0 +1,129 @@
+# `make help` lists the targets. Nothing has to be installed first: `make dev` and all that need it
+# make the environment in .venv, and do again only what changed.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+# The CPU build where its index can be reached, else what PyPI has.
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+NP ?= 2
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
+CXX_FILES = $(shell find csrc tests/csrc -name '*.cc' -o -name '*.h' 2>/dev/null)
+BUILD_FILES = setup.py CMakeLists.txt $(wildcard cmake/*.cmake) bagua/version.py
+
+.PHONY: help dev demo test test-csrc test-python lint format sanitize bench clean googletest
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+dev: $(STAMP)/extension ## environment in .venv, the package editable in it, the extension built
+	@$(BIN)/python setup.py --quiet build_ext --inplace >$(STAMP)/build.log 2>&1 || { cat $(STAMP)/build.log; exit 1; }
+
+demo: dev ## train a small model with 2 ranks (NP=n for another number)
+	@$(BIN)/bagua-run -np $(NP) $(BIN)/python examples/digits.py
+
+test: test-csrc test-python ## every test: C++ over threads, Python over MPI processes
+
+test-csrc: $(STAMP)/tools googletest
+	@$(call ctest,build/csrc,RelWithDebInfo,)
+
+test-python: dev
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)/extension ## ruff, mypy and clang-format, changing nothing
+	@status=0
+	$(BIN)/ruff check . || status=1
+	$(BIN)/ruff format --check . || status=1
+	$(BIN)/mypy || status=1
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES) || status=1
+	exit $$status
+
+format: $(STAMP)/extension ## let ruff and clang-format rewrite the sources
+	@$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+# A leak at exit counts; ThreadSanitizer needs an address space that is not shuffled too far.
+sanitize: $(STAMP)/tools googletest ## the C++ tests under AddressSanitizer+UBSan and ThreadSanitizer
+	@$(call ctest,build/asan,RelWithDebInfo,address$(comma)undefined)
+	unshuffled="setarch $$(uname -m) -R"
+	$$unshuffled true 2>/dev/null || unshuffled=
+	export TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1
+	$(call ctest,build/tsan,RelWithDebInfo,thread,$$unshuffled)
+
+bench: dev ## measure against the peers that are importable
+	@$(PIP) -e '.[bench]' --no-build-isolation
+	for program in benchmarks/*.py; do $(BIN)/python $$program; done
+
+clean: ## remove what was built, but not the environment
+	rm -rf build dist *.egg-info bagua/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find bagua tests -name __pycache__ -prune -exec rm -rf {} +
+	rm -f $(STAMP)/extension
+
+# Configure, build and run the C++ tests: (directory, build type, sanitizers, prefix of ctest).
+comma := ,
+define ctest
+export PATH="$(abspath $(BIN)):$$PATH"
+cmake -S . -B $(1) -GNinja -DBAGUA_TESTS=ON -DCMAKE_BUILD_TYPE=$(2) -DBAGUA_SANITIZE=$(3) >/dev/null
+cmake --build $(1)
+$(4) ctest --test-dir $(1) --output-on-failure --no-tests=error --parallel 2
+endef
+
+$(STAMP)/venv:
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 9), "Python 3.9 or newer is needed"'
+	missing() { # each line: a Debian package that this machine lacks
+	  type c++ >/dev/null 2>&1 || echo g++
+	  $(PYTHON) -c 'import os, sysconfig as s; os.stat(s.get_path("include") + "/Python.h")' 2>/dev/null || echo python3-dev
+	  $(PYTHON) -c 'import ensurepip' 2>/dev/null || echo python3-venv
+	}
+	packages=$$(missing | xargs)
+	if [ -n "$$packages" ]; then
+	  if [ "$$(id -u)" = 0 ] && type apt-get >/dev/null 2>&1; then
+	    export DEBIAN_FRONTEND=noninteractive
+	    apt-get update -qq && apt-get install -y -qq --no-install-recommends $$packages
+	  fi
+	  packages=$$(missing | xargs)
+	  [ -z "$$packages" ] || { echo "This machine lacks: $$packages; try: sudo apt-get install $$packages"; exit 1; }
+	fi
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	mkdir -p $(STAMP) && touch $@
+
+# The build requirements are read from pyproject.toml: the editable build does without isolation,
+# so that its tools stay and a later build compiles only what changed.
+$(STAMP)/tools: pyproject.toml $(STAMP)/venv
+	@echo "installing the tools and torch into $(VENV)"
+	export PIP_DEFAULT_TIMEOUT=$${PIP_DEFAULT_TIMEOUT:-30}
+	$(PIP) --upgrade 'pip>=23'
+	$(BIN)/python - <<-'END' >$(STAMP)/requirements.txt
+	import ast, re
+	text = open("pyproject.toml").read()
+	print(*ast.literal_eval(re.search(r"^requires = (\[.*?\])", text, re.M | re.S)[1]), sep="\n")
+	END
+	$(PIP) -r $(STAMP)/requirements.txt
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) --retries 1 --extra-index-url $(TORCH_INDEX) '$(TORCH)'
+	touch $@
+
+$(STAMP)/extension: $(STAMP)/tools $(BUILD_FILES)
+	@echo "installing bagua into $(VENV), editable"
+	$(PIP) --no-build-isolation -e '.[torch,test,dev]'
+	touch $@
+
+# Debian's package holds GoogleTest's sources; it is unpacked into build/, not installed.
+googletest:
+	@if [ -e /usr/include/gtest/gtest.h ] || [ -e build/googletest/usr ] || [ -n "$${GTest_ROOT:-}" ]; then exit 0; fi
+	mkdir -p build/googletest && cd build/googletest
+	fetch() { apt-get download -qq googletest 2>apt.log; }
+	fetch || { [ "$$(id -u)" = 0 ] && apt-get update -qq && fetch; } || {
+	  cat apt.log
+	  echo "GoogleTest could not be fetched: apt-get install libgtest-dev, or set GTest_ROOT to where it lies"
+	  exit 1
+	}
+	dpkg -x googletest_*.deb .

@@ -1,0 +1,1 @@
+"""Configuration, errors, the world and operations on arrays: what every other layer stands on."""

@@ -1,0 +1,205 @@
+"""Every setting: one dataclass field makes the keyword, the variable, the flag and the help.
+
+Only this module reads the environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Union
+
+from bagua.common.errors import UsageError
+
+Value = Union[str, float, bool]
+
+PREFIX = "BAGUA_"
+
+# Variables that are no settings but may stand in the environment: the launcher's link to its ranks
+# (removed again before the program starts, but a nested job may see it), and the build's switches.
+RESERVED_VARIABLES = ("BAGUA_RUN_CHANNEL", "BAGUA_RUN_TOKEN", "BAGUA_CUDA")
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+def _setting(
+    default: Value,
+    help: str,
+    *,
+    agree: bool = False,
+    choices: tuple[str, ...] = (),
+    min: float = -math.inf,
+    above: float = -math.inf,
+    max: float = math.inf,
+) -> Any:
+    """A field and what it takes: `agree` means equal on all ranks, `above` an exclusive minimum."""
+    limits = {"choices": choices, "min": min, "above": above, "max": max}
+    return field(default=default, metadata={"help": help, "agree": agree, **limits})
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings of one process: a keyword of `bagua.init`, else a variable, else the default."""
+
+    transport: str = _setting(
+        "auto", "medium that moves the data", agree=True, choices=("auto", "mpi")
+    )
+    allreduce: str = _setting(
+        "auto",
+        "collective that an allreduce uses",
+        agree=True,
+        choices=("auto", "gather_reduce", "scatter_reduce", "ring"),
+    )
+    fusion_mb: float = _setting(
+        16.0, "at most so many MB of small one-shot requests are fused", agree=True, min=0, max=4096
+    )
+    bucket_mb: float = _setting(
+        25.0, "size of a gradient bucket in MB", agree=True, above=0, max=65536
+    )
+    stall_warn_s: float = _setting(
+        60.0, "warn of a request that some ranks have not submitted for so long (0 = never)", min=0
+    )
+    stall_fail_s: float = _setting(
+        0.0, "fail a request that some ranks have not submitted for so long (0 = never)", min=0
+    )
+    peer_timeout_s: float = _setting(
+        5.0, "a rank that leaves a ping unanswered for so long is declared dead (0 = never)", min=0
+    )
+    start_timeout_s: float = _setting(60.0, "how long init waits for all ranks", above=0)
+    spin_us: float = _setting(
+        50.0, "how long a waiting thread spins before it sleeps", min=0, max=1e6
+    )
+    inline_drive: bool = _setting(
+        True, "a thread that waits for a handle may drive the engine itself"
+    )
+    network_interfaces: str = _setting(
+        "", "interfaces of the control connections, separated by commas (empty = any)"
+    )
+    log_level: str = _setting(
+        "warning",
+        "least important messages to show",
+        choices=("trace", "debug", "info", "warning", "error"),
+    )
+    algorithm: str = _setting(
+        "gradient_allreduce", "algorithm of a DistributedOptimizer that names none", agree=True
+    )
+    learn_bucket_order: bool = _setting(
+        True, "order the buckets by the first backward pass", agree=True
+    )
+
+    @classmethod
+    def resolve(cls, **keywords: Value) -> Config:
+        """Keyword > environment > default; what is unknown or out of range is a `UsageError`.
+
+        >>> Config.resolve(fusion_mb=32).fusion_mb
+        32.0
+        """
+        values: dict[str, Any] = {}
+        _refuse_unknown_variables(os.environ)
+        for setting in fields(cls):
+            text = os.environ.get(variable(setting.name))
+            if text is not None:
+                values[setting.name] = parse(
+                    setting.name, text, f"variable {variable(setting.name)}"
+                )
+        for name, value in keywords.items():
+            if name not in _BY_NAME:
+                raise UsageError(f"unknown keyword {name!r}{nearest(name, _BY_NAME)}")
+            values[name] = _checked(_BY_NAME[name], value, f"keyword {name}")
+        return cls(**values)
+
+    def agreeing(self) -> dict[str, Value]:
+        """The settings that must be equal on all ranks, compared at init."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.metadata["agree"]}
+
+
+_BY_NAME: dict[str, Field[Any]] = {setting.name: setting for setting in fields(Config)}
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return PREFIX + name.upper()
+
+
+def parse(name: str, text: str, source: str) -> Value:
+    """The value of a setting given as text; `source` names where it came from in the error."""
+    setting = _BY_NAME[name]
+    if isinstance(setting.default, bool):
+        word = text.strip().lower()
+        if word not in _TRUE + _FALSE:
+            raise _refusal(setting, text, source)
+        return word in _TRUE
+    if isinstance(setting.default, float):
+        try:
+            return _checked(setting, float(text), source)
+        except ValueError:  # a UsageError is one too: either way the text is what the user gave
+            raise _refusal(setting, text, source) from None
+    return _checked(setting, text, source)
+
+
+def allowed(setting: Field[Any]) -> str:
+    """What may be said in a setting, in words."""
+    if setting.metadata["choices"]:
+        return "one of " + ", ".join(setting.metadata["choices"])
+    if isinstance(setting.default, bool):
+        return "true or false"
+    if isinstance(setting.default, str):
+        return "text"
+    limits = setting.metadata
+    words = [f"≥ {limits['min']:g}"] if limits["min"] > -math.inf else []
+    words += [f"> {limits['above']:g}"] if limits["above"] > -math.inf else []
+    words += [f"≤ {limits['max']:g}"] if limits["max"] < math.inf else []
+    return " ".join(["a number", " and ".join(words)]).strip()
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for a misspelt name, or nothing when none is near."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _checked(setting: Field[Any], value: Any, source: str) -> Value:
+    """The value as the setting's own type, in its range."""
+    if isinstance(setting.default, bool):
+        if isinstance(value, bool):
+            return value
+    elif isinstance(setting.default, float):
+        limits = setting.metadata
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            number = float(value)
+            if limits["min"] <= number <= limits["max"] and limits["above"] < number < math.inf:
+                return number
+    elif isinstance(value, str):
+        return _checked_text(setting, value, source)
+    raise _refusal(setting, value, source)
+
+
+def _checked_text(setting: Field[Any], value: str, source: str) -> str:
+    text = value.strip()
+    choices = setting.metadata["choices"]
+    if choices:
+        text = text.lower()
+        if text not in choices:
+            raise _refusal(setting, value, source, nearest(text, choices))
+    elif not text and setting.default:
+        raise _refusal(setting, value, source)
+    return text
+
+
+def _refusal(setting: Field[Any], value: object, source: str, hint: str = "") -> UsageError:
+    what = "text that is not empty" if allowed(setting) == "text" else allowed(setting)
+    return UsageError(f"{source}: {value!r} is not allowed; give {what}{hint}")
+
+
+def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
+    known = [variable(name) for name in _BY_NAME]
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in known and name not in RESERVED_VARIABLES:
+            raise UsageError(
+                f"unknown variable {name} in the environment{nearest(name, known)}"
+                " (bagua-run --help lists every setting)"
+            )

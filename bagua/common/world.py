@@ -1,0 +1,312 @@
+"""The ranks of this job: starting and stopping the engine, who and where we are, process sets.
+
+One default world per process is enough for nearly everyone, so the module-level functions speak
+of it; it is the only mutable global of the package.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any, Optional, Union
+
+from mpi4py import MPI
+
+from bagua.common.config import Config
+from bagua.common.core import core
+from bagua.common.errors import PeerError, UsageError
+from bagua.common.kinds import Kind, Urgency
+from bagua.common.process_set import ProcessSet, global_process_set
+from bagua.version import __version__
+
+# Our private copy of a communicator hangs on it, so that init, shutdown, init uses one copy.
+_PRIVATE_COPY = MPI.Comm.Create_keyval()
+
+Communicator = Union[None, Sequence[int], MPI.Comm]
+
+
+class World:
+    """A running engine and what its ranks know of each other."""
+
+    def __init__(self, comm: MPI.Comm, config: Config) -> None:
+        self.config = config
+        self._parent = comm
+        comm = _private_copy(comm, config.start_timeout_s)
+        self._comm = comm  # the engine uses it until it stops
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        hosts = _introduce(comm, config)
+        mine = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+        self.local_rank = mine.index(self.rank)
+        self.local_size = len(mine)
+        peers = [ranks[self.local_rank] for ranks in _by_host(hosts) if len(ranks) > self.local_rank]
+        self.cross_rank = peers.index(self.rank)
+        self.cross_size = len(peers)
+        self.is_homogeneous = len({len(ranks) for ranks in _by_host(hosts)}) == 1
+        self.process_sets: dict[int, ProcessSet] = {}
+        self.engine = self._start_engine(hosts)
+        global_process_set.ranks = list(range(self.size))
+        global_process_set._bind(0, self.rank)
+        self.process_sets[0] = global_process_set
+
+    def _start_engine(self, hosts: list[str]) -> Any:
+        comm = self._comm
+        settings = asdict(self.config)
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            settings["inline_drive"] = False  # keeps all MPI on the coordination thread
+        if self.local_size > _usable_cores():
+            settings["spin_us"] = 0.0  # spinning would take the core a peer needs
+        pids = comm.allgather(os.getpid())
+        names = [f"host {host}, pid {pid}" for host, pid in zip(hosts, pids)]
+        listener = None
+        if self.rank == 0:
+            listener = core.Listener(self.size, self.config.network_interfaces)
+        address = comm.bcast(listener.address if listener else None)
+        return core.Engine(
+            communicator=MPI._addressof(comm),
+            listener=listener,
+            address=address,
+            rank=self.rank,
+            settings=settings,
+            names=names,
+        )
+
+    def request(self, kind: Kind, name: str = "", numbers: Sequence[int] = (), **fields: int) -> Any:
+        """Submits a request that carries no tensors; returns its finished handle."""
+        handle = self.engine.submit(
+            kind=kind,
+            name=name,
+            tensors=[],
+            op=0,
+            root=fields.get("root", -1),
+            prescale=1.0,
+            postscale=1.0,
+            set=fields.get("set", 0),
+            splits=list(numbers),
+            priority=0,
+            urgency=Urgency.WAITED,
+            owner=None,
+        )
+        handle.wait()
+        return handle
+
+    def stop(self) -> None:
+        """Stops the engine; on rank 0 returns when every rank has."""
+        for process_set in self.process_sets.values():
+            process_set._bind(None, self.rank)
+        self.engine.stop()
+        while not self.engine.wait_stopped(0.25):
+            pass  # back in Python, so that Ctrl-C can end the wait
+        if self.engine.failure():
+            # Messages of a broken exchange may still be under way: never use this copy again.
+            self._parent.Delete_attr(_PRIVATE_COPY)
+
+
+_world: Optional[World] = None
+_exit_hook_installed = False
+_failure_at_stop: Optional[str] = None
+
+
+def init(
+    comm: Communicator = None,
+    process_sets: Union[None, str, Iterable[ProcessSet]] = None,
+    **settings: Any,
+) -> None:
+    """Starts the engine, once: a second call does nothing until `shutdown`.
+
+    `comm` is an mpi4py communicator, or ranks of the world. `settings` are those of
+    `bagua.common.config.Config`.
+    """
+    global _world, _exit_hook_installed
+    if _world is not None:
+        return
+    config = Config.resolve(**settings)
+    _world = World(_communicator(comm), config)
+    if not _exit_hook_installed:
+        atexit.register(_leave)
+        _exit_hook_installed = True
+    if process_sets is not None and not isinstance(process_sets, str):
+        for process_set in process_sets:
+            add_process_set(process_set)
+
+
+def shutdown() -> None:
+    """Stops the engine; open requests fail. Every rank should call it; `init` may follow."""
+    global _world, _failure_at_stop
+    if _world is None:
+        return
+    stopping, _world = _world, None
+    stopping.stop()
+    _failure_at_stop = _failure_at_stop or stopping.engine.failure()
+
+
+def world() -> World:
+    """The running default world."""
+    if _world is None:
+        raise UsageError("bagua is not initialized; call init() first")
+    return _world
+
+
+def is_initialized() -> bool:
+    return _world is not None
+
+
+def rank() -> int:
+    return world().rank
+
+
+def size() -> int:
+    return world().size
+
+
+def local_rank() -> int:
+    """This process's place among those on its host."""
+    return world().local_rank
+
+
+def local_size() -> int:
+    return world().local_size
+
+
+def cross_rank() -> int:
+    """This process's place among those with its local rank, one per host."""
+    return world().cross_rank
+
+
+def cross_size() -> int:
+    return world().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every host runs the same number of ranks."""
+    return world().is_homogeneous
+
+
+def mpi_threads_supported() -> bool:
+    world()
+    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+
+def counters() -> dict[str, int]:
+    """Bytes sent, exchanges run and control messages sent by this rank since init."""
+    return dict(world().engine.counters())
+
+
+def add_process_set(process_set: Union[ProcessSet, Sequence[int]]) -> ProcessSet:
+    """Makes a process set usable. Every rank of the world calls it, also those not in it."""
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    here = world()
+    if process_set.process_set_id is not None:
+        raise UsageError(f"{process_set!r} has been added already")
+    handle = here.request(Kind.ADD_PROCESS_SET, numbers=process_set.ranks)
+    process_set._bind(handle.value, here.rank)
+    here.process_sets[handle.value] = process_set
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Undoes `add_process_set`, on every rank; False if it was not in use."""
+    here = world()
+    if process_set.process_set_id is None:
+        return False
+    if process_set.process_set_id == 0:
+        raise UsageError("the global process set cannot be removed")
+    here.request(Kind.REMOVE_PROCESS_SET, root=process_set.process_set_id)
+    del here.process_sets[process_set.process_set_id]
+    process_set._bind(None, here.rank)
+    return True
+
+
+def process_set_by_ids() -> dict[int, ProcessSet]:
+    return dict(world().process_sets)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Returns when every rank of the set has called it."""
+    here = world()
+    here.request(Kind.BARRIER, set=process_set._id())
+
+
+def join(process_set: ProcessSet = global_process_set) -> int:
+    """Takes part in the others' operations with zeros until every rank has joined.
+
+    Returns the last rank that did: the one that trained on the most batches.
+    """
+    here = world()
+    return int(here.request(Kind.JOIN, set=process_set._id()).value)
+
+
+def _communicator(comm: Communicator) -> MPI.Comm:
+    if comm is None:
+        return MPI.COMM_WORLD
+    if isinstance(comm, MPI.Comm):
+        return comm
+    ranks = ProcessSet(comm).ranks
+    if MPI.COMM_WORLD.rank not in ranks:
+        raise UsageError(
+            f"init({ranks}) was called on rank {MPI.COMM_WORLD.rank}, which is not one of them"
+        )
+    group = MPI.COMM_WORLD.Get_group().Incl(ranks)
+    return MPI.COMM_WORLD.Create_group(group)
+
+
+def _private_copy(comm: MPI.Comm, timeout_s: float) -> MPI.Comm:
+    copy = comm.Get_attr(_PRIVATE_COPY)
+    if copy is None:
+        # The copy is made together; a rank that never comes must not hang the others for ever.
+        arrival = comm.Ibarrier()
+        deadline = time.monotonic() + timeout_s
+        while not arrival.Test():
+            if time.monotonic() > deadline:
+                raise PeerError(
+                    f"not all of {comm.size} ranks called init within {timeout_s:g} s "
+                    "(start_timeout_s); did one fail before it?"
+                )
+            time.sleep(0.001)
+        copy = comm.Dup()
+        comm.Set_attr(_PRIVATE_COPY, copy)
+    return copy
+
+
+def _introduce(comm: MPI.Comm, config: Config) -> list[str]:
+    """Every rank's host; raises when ranks were set up differently."""
+    mine = {"bagua version": __version__, **config.agreeing()}
+    everyone = comm.allgather((socket.gethostname(), mine))
+    for other, (_, theirs) in enumerate(everyone):
+        for field, value in everyone[0][1].items():
+            if theirs[field] != value:
+                raise UsageError(
+                    f"{field} differs between ranks: {value!r} on rank 0, {theirs[field]!r} on "
+                    f"rank {other}; set it to one value everywhere"
+                )
+    return [host for host, _ in everyone]
+
+
+def _by_host(hosts: list[str]) -> list[list[int]]:
+    places: dict[str, list[int]] = {}
+    for number, host in enumerate(hosts):
+        places.setdefault(host, []).append(number)
+    return list(places.values())
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _leave() -> None:
+    """The one way out. After a failure MPI_Finalize could wait for the dead, so it is skipped."""
+    shutdown()
+    if _failure_at_stop is None:
+        return
+    print(f"bagua: leaving without MPI_Finalize after a failure: {_failure_at_stop}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

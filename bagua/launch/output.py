@@ -1,0 +1,231 @@
+"""Puts the output of all ranks on one terminal or into one log, line by line and prefixed by rank.
+
+A *line* ends in a newline. What has not ended yet is *live*: a progress bar that rewrites itself by
+carriage returns, or a prompt. One live line at a time stands on a screen, its owner's the lowest
+rank; whole lines of others go above it. Where the screen is no terminal the carriage returns
+are kept and a whole line of somebody else ends the live one.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import select
+import time
+from dataclasses import dataclass, field
+from typing import BinaryIO, Callable
+
+TAIL_LINES = 30
+STDOUT, STDERR = "stdout", "stderr"
+MPIRUN = -1  # the "rank" of what mpirun itself says
+
+_LIVE_AFTER_S = 0.05  # an unfinished line without a carriage return waits so long for its end
+_LONGEST_LINE = 1 << 20
+_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+_ERASE = b"\r\x1b[K"
+
+
+class Screen:
+    """One place that bytes go to, with at most one live line on it."""
+
+    def __init__(self, fd: int, is_tty: bool, colour: bool) -> None:
+        self.colour = colour
+        self._fd = fd
+        self.is_tty = is_tty
+        self._owner: Stream | None = None
+        self._shown = b""
+
+    def line(self, stream: Stream, text: bytes) -> None:
+        """A whole line, above a live one of somebody else."""
+        if self._owner is stream:
+            self._write(self._rewritten(stream, text) + b"\n")
+            self._owner = None
+        elif self._owner is None:
+            self._write(stream.prefix() + text + b"\n")
+        elif self.is_tty:
+            again = self._owner.prefix() + self._shown
+            self._write(_ERASE + stream.prefix() + text + b"\n" + again)
+        else:
+            self._owner = None
+            self._write(b"\n" + stream.prefix() + text + b"\n")
+
+    def live(self, stream: Stream, text: bytes) -> None:
+        """Show a line that may still change, unless a lower rank's has the place."""
+        owner = self._owner
+        if owner is not None and owner is not stream and owner.rank <= stream.rank:
+            return
+        if owner is stream:
+            self._write(self._rewritten(stream, text))
+        else:
+            clear = b"" if owner is None else _ERASE if self.is_tty else b"\n"
+            self._write(clear + stream.prefix() + text)
+        self._owner, self._shown = stream, text
+
+    def _rewritten(self, stream: Stream, text: bytes) -> bytes:
+        if text.startswith(self._shown):
+            return text[len(self._shown) :]
+        return (_ERASE if self.is_tty else b"\r") + stream.prefix() + text
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            try:
+                data = data[os.write(self._fd, data) :]
+            except BlockingIOError:
+                select.select([], [self._fd], [])
+
+
+@dataclass(eq=False)
+class Stream:
+    """Standard output or error of one rank: splits it into whole and live lines."""
+
+    rank: int
+    screen: Screen
+    prefix: Callable[[], bytes]
+    on_line: Callable[[int, bytes], None]
+    copy: BinaryIO | None = None
+    _pending: bytes = field(default=b"", repr=False)
+    _since: float = 0.0
+
+    def feed(self, data: bytes) -> None:
+        if self.copy is not None:
+            self.copy.write(data)
+            self.copy.flush()
+        if not self._pending:
+            self._since = time.monotonic()
+        *lines, rest = (self._pending + data).split(b"\n")
+        for line in lines:
+            self._end_line(line)
+        if lines:
+            self._since = time.monotonic()
+        self._pending = _last_version(rest) + (b"\r" if rest.endswith(b"\r") else b"")
+        if len(rest) > _LONGEST_LINE:
+            self.end()
+        elif b"\r" in rest:
+            self.screen.live(self, _last_version(rest))
+
+    def show_waiting(self) -> bool:
+        """Show an unfinished line that has waited long enough; True while one still waits."""
+        if not self._pending:
+            return False
+        if time.monotonic() - self._since < _LIVE_AFTER_S:
+            return True
+        self.screen.live(self, _last_version(self._pending))
+        return False
+
+    def end(self) -> None:
+        """Nothing more comes: what is unfinished becomes a line."""
+        if self._pending:
+            self._end_line(self._pending)
+            self._pending = b""
+
+    def _end_line(self, line: bytes) -> None:
+        text = _last_version(line)
+        self.screen.line(self, text)
+        self.on_line(self.rank, text)
+
+
+def _last_version(line: bytes) -> bytes:
+    """What a terminal shows of a line rewritten by carriage returns."""
+    return next((part for part in reversed(line.split(b"\r")) if part), b"")
+
+
+class Output:
+    """The streams of all ranks and of mpirun, and the last lines of each rank."""
+
+    def __init__(
+        self,
+        rank_count: int,
+        screens: dict[str, Screen],
+        *,
+        timestamp: bool = False,
+        folder: str = "",
+    ) -> None:
+        self._width = len(str(rank_count - 1)) + 2
+        self._screens = screens
+        self._timestamp = timestamp
+        self._folder = folder
+        self._streams: dict[tuple[int, str], Stream] = {}
+        self._tails: dict[int, collections.deque[bytes]] = {}
+        self._latest: collections.deque[int] = collections.deque(maxlen=TAIL_LINES)
+
+    def feed(self, rank: int, name: str, data: bytes) -> None:
+        self._stream(rank, name).feed(data)
+
+    def show_waiting(self) -> bool:
+        """Show lines left unfinished for a moment; True while any has still to wait."""
+        return sum(stream.show_waiting() for stream in self._streams.values()) > 0
+
+    def end(self) -> None:
+        """End every unfinished line and close the copies."""
+        for stream in self._streams.values():
+            stream.end()
+            if stream.copy is not None:
+                stream.copy.close()
+                stream.copy = None
+
+    def show_tail(self, rank: int) -> None:
+        """The last lines of a rank once more, unless they are what stands on the screen last."""
+        tail = self._tails.get(rank, ())
+        one_screen = self._screens[STDOUT] is self._screens[STDERR]
+        latest = list(self._latest)[-len(tail) :]
+        if not tail or (one_screen and all(other == rank for other in latest)):
+            return
+        say(self._screens[STDERR], f"bagua-run: the last output of rank {rank}:")
+        screen = self._screens[STDERR]
+        stream = Stream(rank, screen, self._prefix(rank, screen), lambda *_: None)
+        for text in tail:
+            screen.line(stream, text)
+
+    def _stream(self, rank: int, name: str) -> Stream:
+        if (rank, name) not in self._streams:
+            screen = self._screens[name]
+            self._streams[rank, name] = Stream(
+                rank,
+                screen,
+                self._prefix(rank, screen),
+                self._note_line,
+                self._open_copy(rank, name),
+            )
+        return self._streams[rank, name]
+
+    def _note_line(self, rank: int, text: bytes) -> None:
+        self._tails.setdefault(rank, collections.deque(maxlen=TAIL_LINES)).append(text)
+        self._latest.append(rank)
+
+    def _open_copy(self, rank: int, name: str) -> BinaryIO | None:
+        if not self._folder or rank == MPIRUN:
+            return None
+        folder = os.path.join(self._folder, f"rank.{rank}")
+        os.makedirs(folder, exist_ok=True)
+        return open(os.path.join(folder, name), "wb")
+
+    def _prefix(self, rank: int, screen: Screen) -> Callable[[], bytes]:
+        mark = "[mpirun]" if rank == MPIRUN else f"[{rank}]".ljust(self._width)
+        if screen.colour:
+            mark = f"\x1b[{_COLOURS[rank % len(_COLOURS)] if rank != MPIRUN else 2}m{mark}\x1b[0m"
+        if not self._timestamp:
+            return lambda: f"{mark} ".encode()
+        return lambda: f"{_now()} {mark} ".encode()
+
+
+def say(screen: Screen, text: str) -> None:
+    """A line of bagua-run's own."""
+    screen.line(Stream(MPIRUN, screen, lambda: b"", lambda *_: None), text.encode())
+
+
+def standard_screens() -> dict[str, Screen]:
+    """The screens of this process; standard output and error share one where they are one place."""
+    out, err = os.fstat(1), os.fstat(2)
+    first = _screen_of(1)
+    same = (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino)
+    return {STDOUT: first, STDERR: first if same else _screen_of(2)}
+
+
+def _screen_of(fd: int) -> Screen:
+    is_tty = os.isatty(fd)
+    return Screen(fd, is_tty, colour=is_tty and "NO_COLOR" not in os.environ)
+
+
+def _now() -> str:
+    now = time.time()
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now)) + f".{int(now % 1 * 1000):03d}"

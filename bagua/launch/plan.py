@@ -1,0 +1,204 @@
+"""From what was asked for to the one command that mpirun is started with."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from bagua.common.config import nearest
+from bagua.common.errors import UsageError
+from bagua.launch import rank as rank_process
+from bagua.launch.flags import Options, flag_environment
+from bagua.launch.flavour import Flavour, told
+from bagua.launch.hosts import Host, core_count, parse_hosts, read_hostfile, under_scheduler
+
+# What belongs to this host or this login, and what mpirun sets anew for every rank.
+_STAYS_HERE = re.compile(
+    r"BASH_FUNC_.*|_|PWD|OLDPWD|SHLVL|HOSTNAME|HOST|HOME|USER|LOGNAME|SHELL|MAIL|DISPLAY|LS_COLORS"
+    r"|SSH_.*|XDG_.*|DBUS_.*|OMPI_COMM_.*|OMPI_MCA_.*|PMIX_.*|PMI_.*|PRTE_.*|HYDI?_.*|SLURM_.*"
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One job: how many ranks, the command, and the variables mpirun itself gets."""
+
+    rank_count: int
+    remote: bool  # whether ranks may be on other hosts
+    command: list[str]
+    environment: dict[str, str]
+    notes: list[str]
+
+    def __str__(self) -> str:
+        variables = [f"{name}={value}" for name, value in self.environment.items()]
+        return shlex.join((["env", *variables] if variables else []) + self.command)
+
+
+def make_plan(options: Options, mpirun: str, flavour: Flavour) -> Plan:
+    """Decide everything there is to decide; nothing has been started when this raises."""
+    hosts = _hosts(options)
+    count = _rank_count(options, hosts)
+    remote = any(not host.is_local for host in hosts) or (not hosts and under_scheduler())
+    program = _program(options.command, check=not hosts or any(host.is_local for host in hosts))
+    words = told(flavour.count, count=count)
+    if hosts:
+        words += _told_hosts(flavour, hosts)
+    notes = list(options.notes)
+    if os.geteuid() == 0 and flavour.as_root:
+        words += flavour.as_root
+        if options.verbose:
+            notes.append(f"running as root, so mpirun gets {' '.join(flavour.as_root)}")
+    if not hosts and not under_scheduler() and count > core_count() and flavour.oversubscribe:
+        words += flavour.oversubscribe
+        if options.verbose:
+            notes.append(
+                f"{count} ranks on {core_count()} cores, so mpirun gets"
+                f" {' '.join(flavour.oversubscribe)}"
+            )
+    words += _binding(options, flavour)
+    environment = _ssh(options, flavour, words)
+    if remote and "network_interfaces" in options.settings:
+        interfaces = options.settings["network_interfaces"]
+        words += told(flavour.interfaces, all=interfaces, first=interfaces.partition(",")[0])
+    if options.fault_tolerant:
+        if flavour.fault_tolerant is None:
+            raise UsageError(
+                f"--fault-tolerant needs Open MPI 5 or MPICH; {mpirun} is {flavour.name}"
+            )
+        words += flavour.fault_tolerant
+    words += _variables(options, flavour, remote)
+    words += [word for text in options.mpi_args for word in shlex.split(text)]
+    return Plan(count, remote, [mpirun, *words, *_wrapped(program, options)], environment, notes)
+
+
+def _wrapped(program: list[str], options: Options) -> list[str]:
+    tolerant = [rank_process.FAULT_TOLERANT] if options.fault_tolerant else []
+    return [sys.executable, "-IS", os.path.abspath(rank_process.__file__), *tolerant, *program]
+
+
+def _hosts(options: Options) -> list[Host]:
+    if options.hosts and options.hostfile:
+        raise UsageError("give -H or --hostfile, not both")
+    if options.hosts:
+        return parse_hosts(options.hosts)
+    return read_hostfile(options.hostfile) if options.hostfile else []
+
+
+def _rank_count(options: Options, hosts: list[Host]) -> int:
+    slots = sum(host.slots for host in hosts)
+    if options.num_proc is None:
+        if not hosts:
+            raise UsageError(
+                "how many ranks? Give -np N, or hosts with slots (-H h1:2,h2:2 or --hostfile)"
+            )
+        return slots
+    if hosts and options.num_proc > slots:
+        raise UsageError(
+            f"-np {options.num_proc} asks for more ranks than the {slots} slots of"
+            f" {','.join(map(str, hosts))}; raise the numbers of slots or lower -np"
+        )
+    return options.num_proc
+
+
+def _told_hosts(flavour: Flavour, hosts: list[Host]) -> list[str]:
+    if "{slots_each}" in flavour.hosts and len({host.slots for host in hosts}) > 1:
+        raise UsageError(
+            f"{flavour.name} takes equal numbers of slots only, not {','.join(map(str, hosts))};"
+            " use --mpi-args='-machinefile FILE' in place of -H and --hostfile"
+        )
+    return told(
+        flavour.hosts,
+        hosts=",".join(map(str, hosts)),
+        names=",".join(host.name for host in hosts),
+        slots_each=hosts[0].slots,
+    )
+
+
+def _binding(options: Options, flavour: Flavour) -> list[str]:
+    if options.binding_args:
+        return [word for text in options.binding_args for word in shlex.split(text)]
+    if options.bind_to == "none":
+        return list(flavour.unbound)
+    return told(
+        flavour.bind, bind=flavour.package if options.bind_to == "socket" else options.bind_to
+    )
+
+
+def _ssh(options: Options, flavour: Flavour, words: list[str]) -> dict[str, str]:
+    """Adds ssh's arguments to the words, or returns the variable that takes them."""
+    arguments = ["-p", str(options.ssh_port)] if options.ssh_port else []
+    arguments += ["-i", options.ssh_identity_file] if options.ssh_identity_file else []
+    if not arguments:
+        return {}
+    if flavour.ssh_variable:
+        return {flavour.ssh_variable: shlex.join(arguments)}
+    words += told(flavour.ssh, ssh=shlex.join(arguments))
+    return {}
+
+
+def _variables(options: Options, flavour: Flavour, remote: bool) -> list[str]:
+    """What is set on every rank; other hosts also get this environment, less what belongs here."""
+    # Python would hold back the output of a rank, and lose it if the rank is killed.
+    given = {} if "PYTHONUNBUFFERED" in os.environ else {"PYTHONUNBUFFERED": "1"}
+    given.update(flag_environment(options))
+    words: list[str] = []
+    for name, value in given.items():
+        words += told(flavour.set_variable, name=name, value=value)
+    if remote and flavour.pass_variable:
+        own = [rank_process.CHANNEL, rank_process.TOKEN]
+        for name in own + sorted(os.environ):
+            if name not in given and not _STAYS_HERE.fullmatch(name):
+                words += told(flavour.pass_variable, name=name)
+    return words
+
+
+def _program(command: list[str], check: bool) -> list[str]:
+    """What to run on every rank; a script.py that is no program itself runs with this Python."""
+    if not command:
+        raise UsageError(
+            "what shall run? Give a program after the flags: bagua-run -np 2 python train.py"
+        )
+    program = command[0]
+    if not check:
+        return command
+    path = Path(program)
+    if path.suffix == ".py":
+        if not path.is_file():
+            raise UsageError(f"there is no script {program}{_neighbour(path)}")
+        if "/" not in program or not os.access(program, os.X_OK):
+            return [sys.executable, *command]
+    if shutil.which(program) is None:
+        raise UsageError(_why_not(path))
+    if (
+        len(command) > 1
+        and re.fullmatch(r"(.*/)?python[0-9.]*", program)
+        and command[1].endswith(".py")
+    ) and not Path(command[1]).is_file():
+        raise UsageError(f"there is no script {command[1]}{_neighbour(Path(command[1]))}")
+    return command
+
+
+def _why_not(path: Path) -> str:
+    if path.is_dir():
+        return f"{path} is a folder, not a program"
+    if path.is_file():
+        remedy = (
+            f"chmod +x {shlex.quote(str(path))}" if path.parent != Path(".") else f"write ./{path}"
+        )
+        return (
+            f"{path} is a file but not a program that can be run; {remedy},"
+            " or name the interpreter before it"
+        )
+    if path.name.startswith("python"):
+        return f"there is no program {path}; this Python is {sys.executable}"
+    return f"there is no program {path}" + _neighbour(path)
+
+
+def _neighbour(path: Path) -> str:
+    folder: Path | None = path.parent if path.parent.is_dir() else None
+    return nearest(path.name, [entry.name for entry in folder.iterdir()]) if folder else ""

@@ -1,0 +1,75 @@
+"""The command bagua-run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from bagua.common.config import Config, parse
+from bagua.common.errors import UsageError
+from bagua.launch.check_build import installed, report
+from bagua.launch.flags import Options, parse_command_line
+from bagua.launch.flavour import detect, find_mpirun
+from bagua.launch.job import Job
+from bagua.launch.output import Output, standard_screens
+from bagua.launch.plan import make_plan
+
+USAGE_CODE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run bagua-run's command line and return its exit code."""
+    try:
+        return _run(parse_command_line(sys.argv[1:] if arguments is None else arguments))
+    except UsageError as error:
+        print(f"bagua-run: {error}", file=sys.stderr)
+        return USAGE_CODE
+
+
+def _run(options: Options) -> int:
+    if options.version:
+        print(f"bagua-run {installed('bagua') or '(not installed)'}")
+        return 0
+    if options.check_build:
+        text, fit = report(options.mpirun)
+        print(text)
+        return 0 if fit else 1
+    # Bad settings are told here once, rather than by every rank.
+    config = Config.resolve(
+        **{name: parse(name, text, name) for name, text in options.settings.items()}
+    )
+    mpirun = find_mpirun(options.mpirun)
+    plan = make_plan(options, mpirun, detect(mpirun))
+    for note in plan.notes:
+        print(f"bagua-run: {note}", file=sys.stderr)
+    if options.dry_run:
+        print(plan)
+        return 0
+    if options.verbose:
+        print(f"bagua-run: {plan}", file=sys.stderr, flush=True)
+    screens = standard_screens()
+    job = Job(
+        plan,
+        Output(
+            plan.rank_count,
+            screens,
+            timestamp=options.prefix_timestamp,
+            folder=_output_folder(options.output_filename),
+        ),
+        screens,
+        fault_tolerant=options.fault_tolerant,
+        verbose=options.verbose,
+        start_timeout_s=config.start_timeout_s,
+        interfaces=config.network_interfaces,
+    )
+    return job.run()
+
+
+def _output_folder(path: str) -> str:
+    try:
+        if path:
+            os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output-filename {path}: {error.strerror}") from None
+    return path

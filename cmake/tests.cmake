@@ -1,0 +1,25 @@
+# The C++ tests: one program of all tests/csrc/<layer>/test_*.cc; ctest runs each test in a process of its own.
+enable_testing()
+
+find_package(GTest QUIET)
+if(NOT GTest_FOUND)
+  # Its sources, as `make` fetches them from Debian's archive.
+  find_path(GTEST_SOURCE src/gtest-all.cc
+    PATHS /usr/src/googletest/googletest
+          ${CMAKE_SOURCE_DIR}/build/googletest/usr/src/googletest/googletest)
+  if(NOT GTEST_SOURCE)
+    message(FATAL_ERROR "GoogleTest not found: apt-get install libgtest-dev, or set GTest_ROOT")
+  endif()
+  add_library(gtest STATIC ${GTEST_SOURCE}/src/gtest-all.cc ${GTEST_SOURCE}/src/gtest_main.cc)
+  target_include_directories(gtest SYSTEM PUBLIC ${GTEST_SOURCE}/include PRIVATE ${GTEST_SOURCE})
+  target_link_libraries(gtest PUBLIC Threads::Threads)
+  add_library(GTest::gtest_main ALIAS gtest)
+endif()
+
+file(GLOB_RECURSE test_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/tests/csrc/test_*.cc)
+add_executable(bagua_tests ${test_sources})
+target_link_libraries(bagua_tests PRIVATE bagua_core GTest::gtest_main)
+target_include_directories(bagua_tests PRIVATE ${CMAKE_SOURCE_DIR}/tests/csrc)
+
+include(GoogleTest)
+gtest_discover_tests(bagua_tests DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 300)

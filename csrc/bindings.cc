@@ -1,0 +1,245 @@
+// The only file that knows Python. Tensors come in as (pointer, element type, shape); results of
+// unknown size go out as buffers that the engine owns.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <mutex>
+
+#include "collective/collective.h"
+#include "common/config.h"
+#include "control/loopback_channel.h"
+#include "control/socket_channel.h"
+#include "engine/bucket.h"
+#include "engine/engine.h"
+#include "transport/loopback.h"
+#include "transport/mpi.h"
+
+namespace py = pybind11;
+using namespace bagua;
+
+namespace {
+
+// Objects the engine no longer needs wait here for a thread that holds the GIL, so that the engine
+// itself never takes it.
+class Graveyard {
+ public:
+  void bury(PyObject* object) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    objects_.push_back(object);
+  }
+  void drain() {
+    std::vector<PyObject*> objects;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      objects.swap(objects_);
+    }
+    for (PyObject* object : objects) Py_DECREF(object);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<PyObject*> objects_;
+};
+
+Graveyard& graveyard() {
+  static Graveyard* yard = new Graveyard;  // outlives every engine, also at exit
+  return *yard;
+}
+
+std::shared_ptr<void> keep(const py::object& object) {
+  PyObject* raw = object.ptr();
+  Py_INCREF(raw);
+  return std::shared_ptr<void>(raw, [](void* p) { graveyard().bury(static_cast<PyObject*>(p)); });
+}
+
+struct PyHandle {
+  std::shared_ptr<Engine> engine;
+  HandlePtr handle;
+
+  // Blocks without the GIL, but lets Ctrl-C through between the slices.
+  void wait() const {
+    constexpr double kSliceS = 0.25;
+    while (!handle->done()) {
+      bool done;
+      {
+        py::gil_scoped_release release;
+        done = engine->wait(*handle, kSliceS);
+      }
+      if (!done && PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+    graveyard().drain();
+    handle->rethrow();
+  }
+};
+
+struct PyMemory {
+  std::shared_ptr<char> data;
+  int64_t nbytes;
+};
+
+using TensorTuple = std::tuple<uintptr_t, uintptr_t, int, std::vector<int64_t>>;
+
+Config config_from(const py::dict& d) {
+  Config c;
+  c.allreduce = d["allreduce"].cast<std::string>();
+  c.fusion_nbytes = static_cast<int64_t>(d["fusion_mb"].cast<double>() * (1 << 20));
+  c.stall_warn_s = d["stall_warn_s"].cast<double>();
+  c.stall_fail_s = d["stall_fail_s"].cast<double>();
+  c.peer_timeout_s = d["peer_timeout_s"].cast<double>();
+  c.start_timeout_s = d["start_timeout_s"].cast<double>();
+  c.spin_us = d["spin_us"].cast<double>();
+  c.inline_drive = d["inline_drive"].cast<bool>();
+  c.network_interfaces = d["network_interfaces"].cast<std::string>();
+  c.log_level = d["log_level"].cast<std::string>();
+  return c;
+}
+
+std::shared_ptr<Engine> start_engine(uintptr_t communicator, SocketListener* listener,
+                                     const std::string& address, int rank,
+                                     const py::dict& settings,
+                                     const std::vector<std::string>& names) {
+  const Config config = config_from(settings);
+  py::gil_scoped_release release;
+  auto channel = listener ? listener->accept(config.start_timeout_s)
+                          : connect_channel(address, rank, config.start_timeout_s);
+  return std::make_shared<Engine>(config, connect_mpi(reinterpret_cast<void*>(communicator)),
+                                  std::move(channel), names);
+}
+
+PyHandle submit(const std::shared_ptr<Engine>& engine, int kind, const std::string& name,
+                const std::vector<TensorTuple>& tensors, int op, int root, double prescale,
+                double postscale, int set, const std::vector<int64_t>& splits, int priority,
+                int urgency, const py::object& owner) {
+  graveyard().drain();
+  auto request = std::make_shared<Request>();
+  request->name = name;
+  request->set = set;
+  request->priority = priority;
+  request->splits = splits;
+  Description& d = request->description;
+  d.kind = static_cast<OpKind>(kind);
+  d.op = static_cast<ReduceOp>(op);
+  d.root = root;
+  d.prescale = prescale;
+  d.postscale = postscale;
+  const bool any_rows = d.kind == OpKind::kAllgather || d.kind == OpKind::kAlltoall;
+  for (const auto& [in, out, dtype, shape] : tensors) {
+    request->parts.push_back({reinterpret_cast<const char*>(in), reinterpret_cast<char*>(out)});
+    request->rows.push_back(shape.empty() ? 1 : shape[0]);
+    std::vector<int64_t> agreed = shape;
+    if (any_rows && !agreed.empty()) agreed[0] = kAnyExtent;
+    d.add_tensor(static_cast<DType>(dtype), agreed);
+  }
+  if (d.kind == OpKind::kAddProcessSet) d.layout = splits;
+  request->keepalive = keep(owner);
+  HandlePtr handle = request->handle;
+  engine->submit(std::move(request), static_cast<Engine::Urgency>(urgency));
+  return {engine, handle};
+}
+
+py::dict build_info() {
+  py::dict info;
+  info["version"] = BAGUA_VERSION;
+  info["mpi"] = mpi_compiled();
+  info["compiler"] = __VERSION__;
+  info["transports"] = std::vector<std::string>{"mpi", "loopback"};
+  std::vector<std::string> names;
+  for (const Collective& row : collectives()) names.push_back(row.name);
+  info["collectives"] = names;
+  info["codecs"] = std::vector<std::string>{"raw"};
+  info["cuda"] = "not built";
+  info["nccl"] = "not built";
+  return info;
+}
+
+py::object error_class(const char* name) {
+  return py::module_::import("bagua.common.errors").attr(name);
+}
+
+void translate(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    const char* names[] = {"UsageError", "PeerError", "InternalError"};
+    PyErr_SetString(error_class(names[static_cast<int>(error.kind())]).ptr(), error.what());
+  }
+}
+
+template <class T, class Nbytes>
+py::class_<T, std::shared_ptr<T>> buffer_class(py::module_& m, const char* name, Nbytes nbytes) {
+  return py::class_<T, std::shared_ptr<T>>(m, name, py::buffer_protocol())
+      .def_buffer([nbytes](T& t) {
+        auto [data, size] = nbytes(t);
+        return py::buffer_info(reinterpret_cast<uint8_t*>(data), size);
+      });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  py::register_exception_translator(translate);
+  m.def("build_info", build_info);
+  m.def("mpi_loaded", mpi_loaded);
+  m.def("mpi_compiled", mpi_compiled);
+
+  py::class_<SocketListener>(m, "Listener")
+      .def(py::init<int, const std::string&>())
+      .def_property_readonly("address", &SocketListener::address);
+
+  buffer_class<PyMemory>(m, "Memory", [](PyMemory& t) { return std::pair(t.data.get(), t.nbytes); });
+
+  py::class_<PyHandle>(m, "Handle")
+      .def("wait", &PyHandle::wait)
+      .def("done", [](const PyHandle& h) { return h.handle->done(); })
+      .def_property_readonly("value", [](const PyHandle& h) { return h.handle->value; })
+      .def("rows", [](const PyHandle& h, size_t i) { return h.handle->outputs.at(i).rows; })
+      // Memory of output i: all ranks' rows of row_nbytes each.
+      .def("output", [](const PyHandle& h, size_t i, int64_t row_nbytes) {
+        const Output& output = h.handle->outputs.at(i);
+        int64_t rows = 0;
+        for (const int64_t n : output.rows) rows += n;
+        return std::make_shared<PyMemory>(PyMemory{output.data, rows * row_nbytes});
+      });
+
+  py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
+      .def(py::init(&start_engine), py::arg("communicator"), py::arg("listener").none(true),
+           py::arg("address"), py::arg("rank"), py::arg("settings"), py::arg("names"))
+      .def_property_readonly("rank", &Engine::rank)
+      .def_property_readonly("size", &Engine::size)
+      .def("submit", &submit, py::arg("kind"), py::arg("name"), py::arg("tensors"), py::arg("op"),
+           py::arg("root"), py::arg("prescale"), py::arg("postscale"), py::arg("set"),
+           py::arg("splits"), py::arg("priority"), py::arg("urgency"), py::arg("owner"))
+      .def("ranks_of", &Engine::ranks_of)
+      .def("stop", &Engine::stop)
+      .def("wait_stopped", &Engine::wait_stopped, py::call_guard<py::gil_scoped_release>())
+      .def("failure",
+           [](Engine& e) { return e.failure() ? py::object(py::str(e.failure()->what)) : py::none(); })
+      .def("counters", [](const Engine& e) {
+        py::dict d;
+        d["sent_nbytes"] = e.sent_nbytes();
+        d["exchanges"] = e.exchange_count();
+        d["control_messages"] = e.message_count();
+        return d;
+      });
+
+  buffer_class<Bucket>(m, "Bucket", [](Bucket& b) { return std::pair(b.data(), b.nbytes()); })
+      .def(py::init([](std::shared_ptr<Engine> engine, const std::string& name, int dtype,
+                       const std::vector<int64_t>& counts, int op, double prescale,
+                       double postscale, int set, int priority) {
+             Description d;
+             d.op = static_cast<ReduceOp>(op);
+             d.prescale = prescale;
+             d.postscale = postscale;
+             return std::make_shared<Bucket>(std::move(engine), name, static_cast<DType>(dtype),
+                                             counts, d, set, priority);
+           }),
+           py::arg("engine"), py::arg("name"), py::arg("dtype"), py::arg("counts"), py::arg("op"),
+           py::arg("prescale"), py::arg("postscale"), py::arg("set"), py::arg("priority"))
+      .def_property_readonly("begins", &Bucket::begins)
+      .def("ready", &Bucket::ready)
+      .def("missing", &Bucket::missing)
+      .def("handle", [](const Bucket& b, std::shared_ptr<Engine> engine) -> py::object {
+        if (!b.handle()) return py::none();
+        return py::cast(PyHandle{std::move(engine), b.handle()});
+      });
+}

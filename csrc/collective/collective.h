@@ -1,0 +1,72 @@
+// What every collective is given, and the table of them. Collectives are straight blocking code:
+// deadlines and failures arrive as exceptions out of Group::wait.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "common/types.h"
+#include "kernel/reduce.h"
+#include "transport/group.h"
+
+namespace bagua {
+
+// Grow-only memory that lives as long as the engine, so that steady-state exchanges allocate
+// nothing. Each borrower names a lane, so that two users in one exchange do not collide.
+class Scratch {
+ public:
+  enum Lane { kFusion, kReceive, kLanes };
+  char* get(Lane lane, size_t nbytes);
+
+ private:
+  std::vector<char> lanes_[kLanes];
+};
+
+// One exchange of elements of one type. Which fields count depends on the kind:
+//   allreduce      data, count                       (in place)
+//   broadcast      data, count, root                 (in place)
+//   allgather      in, in_counts[me] -> out, out_counts
+//   alltoall       in, in_counts     -> out, out_counts
+//   reducescatter  in, in_counts     -> out          (in_counts[i] elements go to rank i)
+struct Job {
+  Group& group;
+  Scratch& scratch;
+  DType dtype;
+  ReduceOp op = ReduceOp::kSum;
+  Finish finish = {};
+  int root = -1;
+  char* data = nullptr;
+  int64_t count = 0;
+  const char* in = nullptr;
+  char* out = nullptr;
+  std::vector<int64_t> in_counts = {};
+  std::vector<int64_t> out_counts = {};
+
+  size_t item() const { return dtype_nbytes(dtype); }
+  size_t nbytes() const { return static_cast<size_t>(count) * item(); }
+};
+
+struct Collective {
+  const char* name;
+  OpKind kind;
+  bool (*fits)(const Job&);  // whether it can do this job, and should when nobody chose
+  bool (*can)(const Job&);   // whether it can do this job at all
+  void (*run)(Job&);
+};
+
+const std::vector<Collective>& collectives();
+
+// The row named `wanted` where it can do the job, else the first of its kind that fits.
+const Collective& choose_collective(OpKind kind, const Job& job, const std::string& wanted);
+
+// One file each.
+void gather_reduce(Job& job);
+void scatter_reduce(Job& job);
+void ring(Job& job);
+void adasum(Job& job);
+void broadcast(Job& job);
+void allgather(Job& job);
+void alltoall(Job& job);
+void reducescatter(Job& job);
+
+}  // namespace bagua

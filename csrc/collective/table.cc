@@ -1,0 +1,54 @@
+#include "collective/collective.h"
+#include "common/errors.h"
+
+namespace bagua {
+namespace {
+
+// Up to this many bytes one round of whole vectors beats two rounds of slices.
+constexpr size_t kGatherNbytes = 16 << 10;
+// From this many ranks on, a ring's steady neighbours beat slices that everyone sends to everyone.
+constexpr int kRingRanks = 17;
+
+bool always(const Job&) { return true; }
+bool is_adasum(const Job& job) { return job.op == ReduceOp::kAdasum; }
+bool is_linear(const Job& job) { return !is_adasum(job); }
+// A ring rounds at every hop, which 16-bit sums must not.
+bool ring_can(const Job& job) {
+  return is_linear(job) && job.dtype != DType::kF16 && job.dtype != DType::kBF16;
+}
+bool ring_fits(const Job& job) {
+  return ring_can(job) && job.group.size() >= kRingRanks &&
+         job.nbytes() / static_cast<size_t>(job.group.size()) >= (64 << 10);
+}
+bool gather_fits(const Job& job) {
+  return is_linear(job) && job.nbytes() * static_cast<size_t>(job.group.size() - 1) <= kGatherNbytes;
+}
+
+}  // namespace
+
+const std::vector<Collective>& collectives() {
+  static const std::vector<Collective> table = {
+      {"adasum", OpKind::kAllreduce, is_adasum, is_adasum, adasum},
+      {"gather_reduce", OpKind::kAllreduce, gather_fits, is_linear, gather_reduce},
+      {"ring", OpKind::kAllreduce, ring_fits, ring_can, ring},
+      {"scatter_reduce", OpKind::kAllreduce, is_linear, is_linear, scatter_reduce},
+      {"broadcast", OpKind::kBroadcast, always, always, broadcast},
+      {"allgather", OpKind::kAllgather, always, always, allgather},
+      {"alltoall", OpKind::kAlltoall, always, always, alltoall},
+      {"reducescatter", OpKind::kReducescatter, always, always, reducescatter},
+  };
+  return table;
+}
+
+const Collective& choose_collective(OpKind kind, const Job& job, const std::string& wanted) {
+  const Collective* first = nullptr;
+  for (const Collective& row : collectives()) {
+    if (row.kind != kind) continue;
+    if (wanted == row.name && row.can(job)) return row;
+    if (!first && row.fits(job)) first = &row;
+  }
+  if (!first) throw InternalError(std::string("no collective for ") + kind_name(kind));
+  return *first;
+}
+
+}  // namespace bagua

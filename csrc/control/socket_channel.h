@@ -1,0 +1,34 @@
+// The control channel over TCP: rank 0 listens, everyone else connects to it. A process that dies
+// closes its sockets, so its loss is seen at once; one that is only stopped is found by pings.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "control/channel.h"
+#include "control/socket.h"
+
+namespace bagua {
+
+// Rank 0's end before the others have come.
+class SocketListener {
+ public:
+  // `interfaces`: comma-separated names to announce, empty for all that are up.
+  SocketListener(int size, const std::string& interfaces);
+
+  // What the others need to connect: a secret and every address they may try.
+  const std::string& address() const { return address_; }
+  // Waits until ranks 1 to size-1 have connected.
+  std::unique_ptr<Channel> accept(double timeout_s);
+
+ private:
+  const int size_;
+  Socket socket_;
+  std::string secret_;
+  std::string address_;
+};
+
+// Everyone else's end.
+std::unique_ptr<Channel> connect_channel(const std::string& address, int rank, double timeout_s);
+
+}  // namespace bagua

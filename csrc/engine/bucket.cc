@@ -1,0 +1,75 @@
+#include "engine/bucket.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+namespace bagua {
+namespace {
+constexpr int64_t kLineNbytes = 64;
+}
+
+Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
+               const std::vector<int64_t>& slot_counts, Description exchange, int32_t set,
+               int32_t priority)
+    : engine_(std::move(engine)),
+      name_(std::move(name)),
+      dtype_(dtype),
+      set_(set),
+      priority_(priority),
+      description_(std::move(exchange)),
+      is_ready_(slot_counts.size()),
+      left_(slot_counts.size()) {
+  const int64_t line = kLineNbytes / static_cast<int64_t>(dtype_nbytes(dtype));
+  for (const int64_t count : slot_counts) {
+    begins_.push_back(count_);
+    count_ += (count + line - 1) / line * line;
+  }
+  const auto rounded = static_cast<size_t>(std::max<int64_t>(nbytes(), kLineNbytes));
+  char* memory = static_cast<char*>(std::aligned_alloc(kLineNbytes, rounded));
+  if (!memory)
+    throw InternalError("cannot allocate " + std::to_string(nbytes()) + " bytes for " + name_);
+  std::memset(memory, 0, rounded);
+  arena_.reset(memory, std::free);
+  description_.add_tensor(dtype_, {count_});
+}
+
+bool Bucket::ready(int slot) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto at = static_cast<size_t>(slot);
+  if (is_ready_.at(at))
+    throw UsageError(name_ + ": slot " + std::to_string(slot) +
+                     " became ready twice before the others were ready once");
+  is_ready_[at] = true;
+  if (--left_ > 0) return false;
+  launch();
+  return true;
+}
+
+void Bucket::launch() {
+  std::fill(is_ready_.begin(), is_ready_.end(), false);
+  left_ = is_ready_.size();
+  auto request = std::make_shared<Request>();
+  request->name = name_;
+  request->set = set_;
+  request->priority = priority_;
+  request->description = description_;
+  request->parts = {{arena_.get(), arena_.get()}};
+  request->keepalive = arena_;
+  handle_ = engine_->submit(std::move(request), Engine::Urgency::kNow);
+}
+
+std::vector<int> Bucket::missing() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<int> slots;
+  for (size_t i = 0; i < is_ready_.size(); ++i)
+    if (!is_ready_[i]) slots.push_back(static_cast<int>(i));
+  return slots;
+}
+
+HandlePtr Bucket::handle() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return handle_;
+}
+
+}  // namespace bagua

@@ -1,0 +1,55 @@
+// Many tensors in one arena, exchanged together, in place and never copied, each time the last of
+// them becomes ready.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine/engine.h"
+
+namespace bagua {
+
+class Bucket {
+ public:
+  // `exchange` describes what the launch asks for, without tensors.
+  Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
+         const std::vector<int64_t>& slot_counts, Description exchange, int32_t set,
+         int32_t priority);
+
+  char* data() const { return arena_.get(); }
+  int64_t nbytes() const { return count_ * static_cast<int64_t>(dtype_nbytes(dtype_)); }
+  DType dtype() const { return dtype_; }
+  // Where each slot begins, in elements; every slot starts on a cache line.
+  const std::vector<int64_t>& begins() const { return begins_; }
+
+  // The slot's values are in the arena. The last slot launches the exchange: then true. Any
+  // thread; throws UsageError when the slot was ready already.
+  bool ready(int slot);
+  // Slots not ready since the last launch.
+  std::vector<int> missing() const;
+  // The handle of the last launch, null before the first.
+  HandlePtr handle() const;
+
+ private:
+  void launch();
+
+  const std::shared_ptr<Engine> engine_;
+  const std::string name_;
+  const DType dtype_;
+  const int32_t set_;
+  const int32_t priority_;
+  std::vector<int64_t> begins_;
+  int64_t count_ = 0;  // elements, padding included
+  std::shared_ptr<char> arena_;
+  Description description_;
+
+  mutable std::mutex mutex_;
+  std::vector<bool> is_ready_;  // mutex_
+  size_t left_ = 0;             // mutex_: slots not ready yet
+  HandlePtr handle_;            // mutex_
+};
+
+}  // namespace bagua

@@ -1,0 +1,176 @@
+// The engine of one rank: takes requests from any thread, agrees with the other ranks what is
+// ready, and exchanges it.
+//
+// One thread at a time *drives*: the coordination thread, which sleeps in the kernel while there
+// is nothing to do, or a thread that waits for a handle, which saves two hand-overs. Members
+// below are owned by the driver unless they say mutex_.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "common/config.h"
+#include "common/log.h"
+#include "control/channel.h"
+#include "engine/exchange.h"
+#include "engine/ledger.h"
+#include "engine/liveness.h"
+#include "engine/request.h"
+#include "engine/schedule.h"
+
+namespace bagua {
+
+// Somebody's word on who failed, as opposed to a mere symptom.
+struct Verdict : PeerError {
+  using PeerError::PeerError;
+};
+
+class Engine {
+ public:
+  // `names` says where each rank runs, for errors: "rank 2 (host b, pid 17)".
+  Engine(const Config& config, std::unique_ptr<Transport> transport,
+         std::unique_ptr<Channel> channel, std::vector<std::string> names);
+  ~Engine();
+  Engine(const Engine&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+  // How soon others should hear of a request.
+  enum class Urgency {
+    kNow,     // a full bucket: exchange it while the caller computes
+    kSoon,    // more may follow at once: wait a moment for company
+    kWaited,  // the caller waits for it next, and drives
+  };
+  // Any thread. Checks what can be checked here; throws UsageError, or the failure that ended the
+  // engine. What is refused here is also refused on the ranks that make the same call.
+  HandlePtr submit(RequestPtr request, Urgency urgency);
+
+  // Blocks until the handle is done or the time is up; true when done. Any thread.
+  bool wait(const Handle& handle, double timeout_s);
+
+  // Ranks of a process set; throws UsageError when there is none or this rank is not in it.
+  std::vector<int> ranks_of(int32_t set);
+
+  // Stops taking requests, tells the others, fails what is open. Rank 0 goes on coordinating
+  // until the last rank has stopped; stopped() becomes true when this rank is through.
+  void stop();
+  bool wait_stopped(double timeout_s);
+  FailurePtr failure();  // what ended the engine, or null
+
+  // Bytes this rank has sent in exchanges, and exchanges run. Any thread.
+  int64_t sent_nbytes() const { return sent_nbytes_.load(std::memory_order_relaxed); }
+  int64_t exchange_count() const { return exchange_count_.load(std::memory_order_relaxed); }
+  int64_t message_count() const { return message_count_.load(std::memory_order_relaxed); }
+
+ private:
+  friend class EngineWaiter;
+  struct Entry {
+    std::string name;
+    Description description;
+    int64_t nbytes = 0;
+    RequestPtr open;  // named entries: the request that was reported
+  };
+  // What this rank knows of one process set.
+  struct Set {
+    std::vector<int> ranks;
+    int me = -1;
+    std::vector<Entry> entries;                         // by id
+    std::unordered_map<std::string, int32_t> by_name;   // named
+    std::unordered_map<std::string, int32_t> by_bytes;  // unnamed, by encoded description
+    std::map<Key, RequestPtr> open;                     // reported in full, or unnamed
+    Report report;                                      // being gathered
+    RequestPtr joining;
+  };
+
+  // Guarded by mutex_: the part of a process set that submitters use.
+  struct Door {
+    std::vector<int> ranks;
+    uint64_t next_seq = 1;
+    std::unordered_set<std::string> names;  // in flight
+  };
+
+  // engine.cc
+  void coordinate();  // the coordination thread
+  void drive(const Handle* until, double deadline_s);
+  bool turn(int timeout_us);
+  bool take_submissions();
+  void report(Set& set, const RequestPtr& request);
+  void send_reports();
+  void receive(int timeout_us);
+  void handle(const Message& message);
+  void decide();
+  void apply(const Decision& decision);
+  RequestPtr take_open(Set& set, int32_t id, const Key& key);
+  void run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed);
+  void exchange(const Set& set, const std::vector<RequestPtr>& requests);
+  RequestPtr stand_in(const Set& set, const Entry& entry);
+  void run_special(Request& request);
+  void finish_join(int32_t id, int last_joined);
+  void complete(const RequestPtr& request, FailurePtr failure);
+  bool anything_open() const { return open_count_ > 0; }
+  std::string name_of(int rank) const;
+
+  // engine_failure.cc
+  static std::string refuse(const Request& request);
+  std::string refuse_in(const Request& request, const std::vector<int>& ranks);
+  void tick();
+  void lose(int rank, const std::string& how);
+  void look_for_stalls(double now);
+  void check_progress(double waited_s, double& warned_s);
+  FailurePtr verdict_on(FailurePtr failure);
+  void poison(FailurePtr failure);
+  void fail_everything(const FailurePtr& failure);
+  bool try_stop();
+
+  const Config config_;
+  const std::unique_ptr<Transport> transport_;
+  const std::unique_ptr<Channel> channel_;
+  const std::vector<std::string> names_;
+  const int rank_;
+  const int size_;
+  const Log log_;
+
+  std::unique_ptr<Ledger> ledger_;  // rank 0 only
+  Liveness liveness_;
+  std::unique_ptr<Waiter> waiter_;
+  Scratch scratch_;
+  std::map<int32_t, Set> sets_;
+  int32_t next_set_ = 1;
+  std::vector<Message> inbox_;
+  std::vector<RequestPtr> taken_;
+  std::deque<Decision> decisions_;
+  int64_t open_count_ = 0;  // requests reported and not done
+  double open_since_s_ = 0;
+  double ticked_s_ = 0;
+  double warned_s_ = 0;
+  std::vector<RequestPtr> exchanging_;  // agreed, perhaps not yet done
+  std::vector<bool> left_;              // by rank: shut down or gone, as far as this rank hears
+  bool stopping_now_ = false;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;  // a handle is done, or nobody drives
+  std::vector<RequestPtr> submissions_;  // mutex_
+  int64_t submitted_nbytes_ = 0;         // mutex_
+  std::map<int32_t, Door> doors_;        // mutex_
+  bool driven_ = false;                  // mutex_
+  bool stopping_ = false;                // mutex_
+  bool abandoned_ = false;               // mutex_: stop without waiting for others
+  bool stopped_ = false;                 // mutex_
+  FailurePtr failure_;                   // mutex_
+  std::atomic<int> waiting_{0};          // threads in wait() that do not drive
+  std::atomic<int64_t> sent_nbytes_{0}, exchange_count_{0}, message_count_{0};
+
+  std::thread thread_;  // last: starts when everything else is there
+};
+
+}  // namespace bagua

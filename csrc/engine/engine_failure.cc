@@ -1,0 +1,212 @@
+// The engine's bad days: refusals, stalls, silent ranks, poison, and stopping.
+#include <algorithm>
+#include <utility>
+
+#include "common/clock.h"
+#include "engine/engine.h"
+
+namespace bagua {
+namespace {
+
+constexpr double kVerdictS = 1;  // after a transport's error: time for rank 0 to say who died
+
+std::string seconds(double s) { return std::to_string(static_cast<int>(s + 0.5)) + " s"; }
+
+std::string join_numbers(const std::vector<int>& numbers) {
+  std::string text;
+  for (size_t i = 0; i < numbers.size(); ++i) text += (i ? ", " : "") + std::to_string(numbers[i]);
+  return text;
+}
+
+}  // namespace
+
+// What is wrong with a request by itself.
+std::string Engine::refuse(const Request& request) {
+  const Description& d = request.description;
+  for (const TensorInfo& tensor : tensors_of(d)) {
+    const std::string dtype = dtype_name(tensor.dtype);
+    const bool reduces = d.kind == OpKind::kAllreduce || d.kind == OpKind::kReducescatter;
+    if (reduces && d.op == ReduceOp::kAdasum && !is_float(tensor.dtype))
+      return "Adasum needs a floating-point tensor, not " + dtype;
+    if (reduces && is_complex(tensor.dtype) && (d.op == ReduceOp::kMin || d.op == ReduceOp::kMax))
+      return std::string(op_name(d.op)) + " has no meaning for " + dtype;
+    if (reduces && tensor.dtype == DType::kBool && d.op == ReduceOp::kAverage)
+      return "average has no meaning for bool; use Sum (any) or Product (all)";
+    const bool needs_rows = d.kind == OpKind::kAlltoall || d.kind == OpKind::kReducescatter;
+    if (needs_rows && tensor.shape.empty())
+      return std::string(kind_name(d.kind)) + " needs at least one dimension";
+  }
+  if (d.kind == OpKind::kReducescatter && d.op == ReduceOp::kAdasum)
+    return "reducescatter cannot use Adasum";
+  return "";
+}
+
+// What is wrong with it in its process set.
+std::string Engine::refuse_in(const Request& request, const std::vector<int>& ranks) {
+  const Description& d = request.description;
+  const int n = static_cast<int>(ranks.size());
+  if (d.kind == OpKind::kBroadcast &&
+      std::find(ranks.begin(), ranks.end(), d.root) == ranks.end())
+    return "root " + std::to_string(d.root) + " is not one of the ranks " + join_numbers(ranks);
+  if (d.kind == OpKind::kAddProcessSet) {
+    for (size_t i = 0; i < d.layout.size(); ++i) {
+      if (d.layout[i] < 0 || d.layout[i] >= size_)
+        return "rank " + std::to_string(d.layout[i]) + " does not exist in a world of " +
+               std::to_string(size_);
+      if (i > 0 && d.layout[i] == d.layout[i - 1])
+        return "rank " + std::to_string(d.layout[i]) + " is named twice";
+    }
+    if (d.layout.empty()) return "a process set needs at least one rank";
+  }
+  if (d.kind == OpKind::kAlltoall) {
+    int64_t sum = 0;
+    for (const int64_t rows : request.splits) {
+      if (rows < 0) return "splits has a negative number";
+      sum += rows;
+    }
+    if (static_cast<int>(request.splits.size()) != n)
+      return "splits has " + std::to_string(request.splits.size()) + " numbers for " +
+             std::to_string(n) + " ranks";
+    if (sum != request.rows[0])
+      return "splits add up to " + std::to_string(sum) + " but the tensor has " +
+             std::to_string(request.rows[0]) + " rows";
+  }
+  return "";
+}
+
+void Engine::tick() {
+  const double now = now_s();
+  if (now - ticked_s_ < 0.5) return;
+  ticked_s_ = now;
+  const bool waiting = anything_open() && now - open_since_s_ > 1;
+  const int silent = liveness_.tick(now, waiting || stopping_now_);
+  if (silent >= 0)
+    lose(silent, "has not answered for " + seconds(config_.peer_timeout_s) +
+                     ": stopped, or its machine is overloaded or unreachable (peer_timeout_s)");
+  if (ledger_) look_for_stalls(now);
+}
+
+// A rank is gone without a goodbye. That ends the engine, unless this rank is leaving anyway.
+void Engine::lose(int rank, const std::string& how) {
+  if (left_[static_cast<size_t>(rank)]) return;
+  left_[static_cast<size_t>(rank)] = true;
+  liveness_.forget(rank);
+  if (!stopping_now_) throw Verdict(name_of(rank) + " " + how);
+  ledger_->leave(rank);
+}
+
+void Engine::look_for_stalls(double now) {
+  if (config_.stall_fail_s > 0) {
+    for (const auto& stall : ledger_->stalls(now, config_.stall_fail_s))
+      ledger_->reject(stall, stall.label + ": rank " + join_numbers(stall.missing) +
+                                 " not ready after " + seconds(config_.stall_fail_s) +
+                                 "; did it skip this call, or take another branch? "
+                                 "(stall_fail_s)");
+    decide();
+  }
+  if (config_.stall_warn_s <= 0 || now - warned_s_ < config_.stall_warn_s) return;
+  const auto stalls = ledger_->stalls(now, config_.stall_warn_s);
+  if (stalls.empty()) return;
+  warned_s_ = now;
+  std::string text = "some ranks wait for others:";
+  for (size_t i = 0; i < stalls.size(); ++i) {
+    if (i == 10) {
+      text += "\n  and " + std::to_string(stalls.size() - i) + " more";
+      break;
+    }
+    text += "\n  " + stalls[i].label + ": waiting " + seconds(now - stalls[i].since_s) +
+            " for rank " + join_numbers(stalls[i].missing);
+  }
+  log_.write(LogLevel::kWarning, text);
+}
+
+// An agreed exchange should only take as long as its bytes; when nothing arrives for long, say so.
+void Engine::check_progress(double waited_s, double& warned_s) {
+  if (config_.stall_fail_s > 0 && waited_s > config_.stall_fail_s)
+    throw PeerError("an exchange that every rank had agreed to made no progress for " +
+                    seconds(waited_s) + " although all ranks answer: is the network between "
+                    "them blocked? (stall_fail_s)");
+  const double now = now_s();
+  if (config_.stall_warn_s <= 0 || now - warned_s < config_.stall_warn_s) return;
+  warned_s = now;
+  log_.write(LogLevel::kWarning, "an exchange has made no progress for " + seconds(waited_s));
+}
+
+// A transport often only knows that something broke; rank 0 knows who. Wait a moment for its word.
+FailurePtr Engine::verdict_on(FailurePtr failure) {
+  if (failure->kind != ErrorKind::kPeer) return failure;
+  try {
+    for (const double until_s = now_s() + kVerdictS; now_s() < until_s;) receive(50000);
+  } catch (const Verdict& verdict) {
+    return make_failure(ErrorKind::kPeer, verdict.what());
+  } catch (const std::exception&) {
+    return failure;  // the first error tells more
+  }
+  return failure;
+}
+
+void Engine::poison(FailurePtr failure) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (failure_) return;
+    failure_ = failure;
+  }
+  log_.write(LogLevel::kInfo, "engine failed: " + failure->what);
+  const std::string fault = text_message(MessageType::kFault, failure->what);
+  for (int rank = 0; rank < size_; ++rank) {
+    const bool connected = rank != rank_ && (rank == 0 || rank_ == 0);
+    if (connected && !left_[static_cast<size_t>(rank)]) channel_->send(rank, fault);
+  }
+  transport_->abort();
+  fail_everything(failure);
+}
+
+// Every open request gets the failure, also those nobody has looked at yet.
+void Engine::fail_everything(const FailurePtr& failure) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    taken_.insert(taken_.end(), submissions_.begin(), submissions_.end());
+    submissions_.clear();
+  }
+  open_count_ += static_cast<int64_t>(taken_.size());
+  std::vector<RequestPtr> open;
+  open.swap(taken_);
+  for (auto& [id, set] : sets_) {
+    for (Entry& entry : set.entries)
+      if (entry.open) open.push_back(std::move(entry.open));
+    for (auto& [key, request] : set.open) open.push_back(request);
+    set.open.clear();
+    if (set.joining) open.push_back(std::exchange(set.joining, nullptr));
+    set.report.clear();
+  }
+  open.insert(open.end(), exchanging_.begin(), exchanging_.end());
+  exchanging_.clear();
+  for (const RequestPtr& request : open)
+    if (!request->handle->done()) complete(request, failure);
+  open_count_ = 0;
+  decisions_.clear();
+}
+
+// One step of stopping; true when nothing is left to do. Called by the coordination thread.
+bool Engine::try_stop() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (failure_ || abandoned_) return true;
+  }
+  if (!stopping_now_) {
+    stopping_now_ = true;
+    fail_everything(make_failure(ErrorKind::kUsage, "bagua was shut down on this rank while the "
+                                                    "request was in flight"));
+    if (!ledger_) {
+      channel_->send(0, text_message(MessageType::kBye));
+      return true;
+    }
+    left_[0] = true;
+    ledger_->leave(0);
+    decide();
+    decisions_.clear();
+  }
+  return std::all_of(left_.begin(), left_.end(), [](bool left) { return left; });
+}
+
+}  // namespace bagua

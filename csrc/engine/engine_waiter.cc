@@ -1,0 +1,38 @@
+#include "engine/engine_waiter.h"
+
+#include <sched.h>
+
+#include "common/clock.h"
+#include "engine/engine.h"
+
+namespace bagua {
+namespace {
+
+constexpr int kPausesPerLook = 16;  // between looks at the clock while spinning
+constexpr double kYieldUs = 200;    // after spinning, let others run but stay ready
+constexpr int kNapUs = 50;
+
+}  // namespace
+
+void EngineWaiter::begin() {
+  pauses_ = 0;
+  began_s_ = 0;
+}
+
+void EngineWaiter::pause() {
+  if (++pauses_ % kPausesPerLook != 0) return cpu_relax();
+  const double now = now_s();
+  if (began_s_ == 0) began_s_ = warned_s_ = now;
+  const double waited_us = (now - began_s_) * 1e6;
+  if (waited_us < engine_.config_.spin_us) return cpu_relax();
+  if (waited_us < engine_.config_.spin_us + kYieldUs) {
+    ::sched_yield();
+    return;
+  }
+  pauses_ = kPausesPerLook - 1;  // from here on every pause is a nap
+  engine_.receive(kNapUs);
+  engine_.tick();
+  engine_.check_progress(now - began_s_, warned_s_);
+}
+
+}  // namespace bagua

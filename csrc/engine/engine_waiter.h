@@ -1,0 +1,25 @@
+// How the engine waits inside an exchange: it spins, yields, then sleeps in short naps, and in
+// between keeps answering pings and taking note of control messages, so that a dead peer ends the
+// exchange and a busy rank 0 still coordinates other process sets.
+#pragma once
+
+#include "transport/transport.h"
+
+namespace bagua {
+
+class Engine;
+
+class EngineWaiter : public Waiter {
+ public:
+  explicit EngineWaiter(Engine& engine) : engine_(engine) {}
+  void begin() override;
+  void pause() override;
+
+ private:
+  Engine& engine_;
+  double began_s_ = 0;
+  double warned_s_ = 0;
+  int pauses_ = 0;
+};
+
+}  // namespace bagua

@@ -1,0 +1,228 @@
+#include "engine/exchange.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <new>
+
+namespace bagua {
+namespace {
+
+struct Tensor {
+  DType dtype;
+  const char* in;
+  char* out;
+  int64_t count;
+  int64_t nbytes() const { return count * static_cast<int64_t>(dtype_nbytes(dtype)); }
+};
+
+void copy(char* to, const char* from, int64_t nbytes) {
+  if (to != from && nbytes > 0) std::memcpy(to, from, static_cast<size_t>(nbytes));
+}
+
+std::shared_ptr<char> allocate(int64_t nbytes) {
+  const auto rounded = static_cast<size_t>((std::max<int64_t>(nbytes, 1) + 63) / 64 * 64);
+  char* memory = static_cast<char*>(std::aligned_alloc(64, rounded));
+  if (!memory)
+    throw InternalError("cannot allocate " + std::to_string(nbytes) + " bytes for a result");
+  return std::shared_ptr<char>(memory, std::free);
+}
+
+int member_of(const std::vector<int>& ranks, int rank) {
+  return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+}
+
+// Non-empty tensors of all requests, element types together, otherwise in order.
+std::vector<Tensor> tensors_by_dtype(const std::vector<RequestPtr>& requests) {
+  std::vector<Tensor> tensors;
+  for (const RequestPtr& request : requests) {
+    const auto infos = tensors_of(request->description);
+    for (size_t i = 0; i < infos.size(); ++i) {
+      const Part& part = request->parts[i];
+      if (const int64_t count = infos[i].count(); count > 0)
+        tensors.push_back({infos[i].dtype, part.in, part.out, count});
+    }
+  }
+  std::stable_sort(tensors.begin(), tensors.end(),
+                   [](const Tensor& a, const Tensor& b) { return a.dtype < b.dtype; });
+  return tensors;
+}
+
+// Calls run(data, dtype, count) on contiguous stretches that hold the tensors' inputs, in place
+// where one tensor is a stretch by itself, and leaves the results in their outputs.
+void on_stretches(const std::vector<Tensor>& tensors, const Workbench& bench, bool fuse,
+                  const std::function<void(char*, DType, int64_t)>& run) {
+  for (size_t begin = 0; begin < tensors.size();) {
+    const DType dtype = tensors[begin].dtype;
+    size_t end = begin;
+    int64_t count = 0, nbytes = 0;
+    do {
+      count += tensors[end].count;
+      nbytes += tensors[end].nbytes();
+      ++end;
+    } while (fuse && end < tensors.size() && tensors[end].dtype == dtype &&
+             nbytes + tensors[end].nbytes() <= bench.fusion_nbytes);
+    if (end == begin + 1) {
+      copy(tensors[begin].out, tensors[begin].in, nbytes);
+      run(tensors[begin].out, dtype, count);
+    } else {
+      char* fused = bench.scratch.get(Scratch::kFusion, static_cast<size_t>(nbytes));
+      char* at = fused;
+      for (size_t i = begin; i < end; at += tensors[i++].nbytes())
+        copy(at, tensors[i].in, tensors[i].nbytes());
+      run(fused, dtype, count);
+      at = fused;
+      for (size_t i = begin; i < end; at += tensors[i++].nbytes())
+        copy(tensors[i].out, at, tensors[i].nbytes());
+    }
+    begin = end;
+  }
+}
+
+bool is_linear(ReduceOp op) { return op == ReduceOp::kSum || op == ReduceOp::kAverage; }
+
+// Sums may be scaled once, at the end and before rounding; other reductions are prescaled first.
+Finish finish_of(const Description& d, int nranks) {
+  Finish finish;
+  finish.divisor = d.op == ReduceOp::kAverage ? nranks : 1;
+  finish.factor = (is_linear(d.op) ? d.prescale : 1) * d.postscale;
+  return finish;
+}
+
+void exchange_allreduce(const std::vector<RequestPtr>& requests, Group& group,
+                        const Workbench& bench) {
+  const Description& d = requests[0]->description;
+  const Finish finish = finish_of(d, group.size());
+  const bool fuse = d.op != ReduceOp::kAdasum;
+  on_stretches(tensors_by_dtype(requests), bench, fuse, [&](char* data, DType dtype, int64_t count) {
+    Job job{group, bench.scratch, dtype, d.op, finish};
+    job.data = data;
+    job.count = count;
+    if (!is_linear(d.op)) scale(dtype, data, count, d.prescale);
+    if (group.size() == 1) return scale(dtype, data, count, finish.factor);
+    choose_collective(OpKind::kAllreduce, job, bench.allreduce).run(job);
+  });
+}
+
+void exchange_broadcast(const std::vector<RequestPtr>& requests, Group& group,
+                        const std::vector<int>& ranks, const Workbench& bench) {
+  for (const RequestPtr& request : requests) {
+    const int root = member_of(ranks, request->description.root);
+    auto tensors = tensors_by_dtype({request});
+    // Only the root's input matters; the others' must not be copied over their outputs in vain.
+    if (group.me() != root)
+      for (Tensor& t : tensors) t.in = t.out;
+    on_stretches(tensors, bench, true, [&](char* data, DType dtype, int64_t count) {
+      Job job{group, bench.scratch, dtype};
+      job.data = data;
+      job.count = count;
+      job.root = root;
+      choose_collective(OpKind::kBroadcast, job, "auto").run(job);
+    });
+  }
+}
+
+// Lets every rank know what the others will send: `in` has one number per rank and tensor for an
+// alltoall, one per tensor for an allgather.
+std::vector<int64_t> exchange_counts(OpKind kind, const std::vector<int64_t>& in, int64_t per_rank,
+                                     Group& group, const Workbench& bench) {
+  const auto n = static_cast<size_t>(group.size());
+  std::vector<int64_t> out(n * static_cast<size_t>(per_rank));
+  Job job{group, bench.scratch, DType::kI64};
+  job.in = reinterpret_cast<const char*>(in.data());
+  job.out = reinterpret_cast<char*>(out.data());
+  job.in_counts.assign(n, per_rank);
+  job.out_counts.assign(n, per_rank);
+  choose_collective(kind, job, "auto").run(job);
+  return out;
+}
+
+void exchange_allgather(const Request& request, Group& group, const Workbench& bench) {
+  const auto infos = tensors_of(request.description);
+  const auto n = static_cast<size_t>(group.size());
+  const std::vector<int64_t> rows = exchange_counts(
+      OpKind::kAllgather, request.rows, static_cast<int64_t>(infos.size()), group, bench);
+  for (size_t i = 0; i < infos.size(); ++i) {
+    const int64_t row_count = infos[i].row_count();
+    Output output;
+    Job job{group, bench.scratch, infos[i].dtype};
+    int64_t total = 0;
+    for (size_t rank = 0; rank < n; ++rank) {
+      output.rows.push_back(rows[rank * infos.size() + i]);
+      job.out_counts.push_back(output.rows.back() * row_count);
+      total += job.out_counts.back();
+    }
+    output.data = allocate(total * static_cast<int64_t>(job.item()));
+    job.in = request.parts[i].in;
+    job.out = output.data.get();
+    choose_collective(OpKind::kAllgather, job, "auto").run(job);
+    request.handle->outputs.push_back(std::move(output));
+  }
+}
+
+void exchange_alltoall(const Request& request, Group& group, const Workbench& bench) {
+  const TensorInfo info = tensors_of(request.description)[0];
+  const int64_t row_count = info.row_count();
+  Output output;
+  output.rows = exchange_counts(OpKind::kAlltoall, request.splits, 1, group, bench);
+  Job job{group, bench.scratch, info.dtype};
+  int64_t total = 0;
+  for (size_t rank = 0; rank < output.rows.size(); ++rank) {
+    job.in_counts.push_back(request.splits[rank] * row_count);
+    job.out_counts.push_back(output.rows[rank] * row_count);
+    total += job.out_counts.back();
+  }
+  output.data = allocate(total * static_cast<int64_t>(job.item()));
+  job.in = request.parts[0].in;
+  job.out = output.data.get();
+  choose_collective(OpKind::kAlltoall, job, "auto").run(job);
+  request.handle->outputs.push_back(std::move(output));
+}
+
+void exchange_reducescatter(const Request& request, Group& group, const Workbench& bench) {
+  const Description& d = request.description;
+  const auto infos = tensors_of(d);
+  for (size_t i = 0; i < infos.size(); ++i) {
+    if (infos[i].count() == 0) continue;
+    Job job{group, bench.scratch, infos[i].dtype, d.op, finish_of(d, group.size())};
+    for (int rank = 0; rank < group.size(); ++rank)
+      job.in_counts.push_back(slice_of(infos[i].shape[0], group.size(), rank).count *
+                              infos[i].row_count());
+    job.in = request.parts[i].in;
+    job.out = request.parts[i].out;
+    if (!is_linear(d.op) && d.prescale != 1) {
+      const int64_t nbytes = infos[i].count() * static_cast<int64_t>(job.item());
+      char* scaled = bench.scratch.get(Scratch::kFusion, static_cast<size_t>(nbytes));
+      copy(scaled, job.in, nbytes);
+      scale(job.dtype, scaled, infos[i].count(), d.prescale);
+      job.in = scaled;
+    }
+    choose_collective(OpKind::kReducescatter, job, "auto").run(job);
+  }
+}
+
+}  // namespace
+
+void run_exchange(const std::vector<RequestPtr>& requests, Group& group,
+                  const std::vector<int>& ranks, const Workbench& bench) {
+  switch (requests[0]->description.kind) {
+    case OpKind::kAllreduce:
+      return exchange_allreduce(requests, group, bench);
+    case OpKind::kBroadcast:
+      return exchange_broadcast(requests, group, ranks, bench);
+    case OpKind::kAllgather:
+      for (const RequestPtr& request : requests) exchange_allgather(*request, group, bench);
+      return;
+    case OpKind::kAlltoall:
+      for (const RequestPtr& request : requests) exchange_alltoall(*request, group, bench);
+      return;
+    case OpKind::kReducescatter:
+      for (const RequestPtr& request : requests) exchange_reducescatter(*request, group, bench);
+      return;
+    default:
+      return;  // barrier, join and process sets: agreeing was all there was to do
+  }
+}
+
+}  // namespace bagua

@@ -1,0 +1,25 @@
+// Carries out one scheduled exchange: brings the tensors of its requests into the shape a
+// collective wants, runs it, and brings the results back.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "collective/collective.h"
+#include "engine/request.h"
+
+namespace bagua {
+
+// What the engine lends to an exchange.
+struct Workbench {
+  Scratch& scratch;
+  const std::string& allreduce;  // the collective the user wants, or "auto"
+  int64_t fusion_nbytes;
+};
+
+// Requests of one kind, alike in everything but their tensors, in agreed order. `ranks` are the
+// process set's. Results and outputs are in the requests' memory and handles afterwards.
+void run_exchange(const std::vector<RequestPtr>& requests, Group& group,
+                  const std::vector<int>& ranks, const Workbench& bench);
+
+}  // namespace bagua

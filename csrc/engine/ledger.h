@@ -1,0 +1,106 @@
+// Rank 0's book of who is ready for what. Pure: reports go in, decisions come out in one order
+// that holds for the whole job, so that members of overlapping process sets never wait for each
+// other in a circle. Nothing here knows threads, time-outs or messages.
+//
+// Nomenclature: a *member* is an index into a process set's ranks. A request is *open* from the
+// first member's report to the decision. An *entry* is a request that was agreed once and has an
+// id; for a named entry a later report is one bit, and agreement is the AND over the members' bits.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/messages.h"
+
+namespace bagua {
+
+class Ledger {
+ public:
+  // The world is process set 0.
+  explicit Ledger(int world_size);
+
+  void report(int rank, const Report& report, double now_s);
+  // The rank shut down: whatever needs it is rejected, now and later.
+  void leave(int rank);
+
+  // Decisions since the last call, in order.
+  std::vector<Decision> take();
+  const std::vector<int>& ranks_of(int32_t set) const;
+
+  // Requests that have been open for longer than age_s.
+  struct Stall {
+    int32_t set;
+    Key key;
+    std::string label;
+    std::vector<int> missing;  // ranks
+    double since_s;
+  };
+  std::vector<Stall> stalls(double now_s, double age_s) const;
+  // Gives a stalled request up, with an error on every member.
+  void reject(const Stall& stall, const std::string& text);
+  bool any_open() const;
+
+ private:
+  struct Entry {
+    std::string name;
+    Description description;
+    double open_since_s = 0;  // 0: no member's bit is set
+  };
+  // A request on its way to an entry, or one that somebody changed.
+  struct Arrival {
+    int description;  // index into Pending::descriptions, -1 for a refusal
+    std::string refusal;
+  };
+  struct Pending {
+    std::vector<std::optional<Arrival>> arrivals;  // by member
+    std::vector<std::string> descriptions;         // distinct ones, encoded
+    double since_s = 0;
+    int count = 0;
+    // A member that already arrived and reports again (its first try was refused) waits here.
+    std::deque<std::pair<int, Report::Full>> later;
+  };
+  struct Set {
+    std::vector<int> ranks;
+    bool removed = false;
+    std::vector<Entry> entries;                         // by id
+    std::unordered_map<std::string, int32_t> by_name;   // named entries
+    std::unordered_map<std::string, int32_t> by_bytes;  // unnamed entries, by description
+    std::vector<std::vector<uint64_t>> bits;            // by member, one bit per named entry
+    std::map<Key, Pending> pending;
+    std::vector<bool> joined, left;  // by member
+    int joined_count = 0;
+    int last_joined = -1;  // rank
+
+    int member_of(int rank) const;
+    bool bit(int member, int32_t id) const;
+    void clear_bit(int member, int32_t id);
+    void set_bit(int member, int32_t id);
+  };
+
+  Decision& decision(int32_t set);
+  void arrive(int32_t set, int member, const Report::Full& full, double now_s);
+  void arrive_bit(int32_t set, int member, int32_t id, double now_s);
+  void gather_bits(Set& s, int32_t id, Pending& pending);
+  void settle_bits(int32_t set, int32_t id);
+  void settle_pending(int32_t set, std::map<Key, Pending>::iterator it);
+  void settle_all(int32_t set);
+  void resolve(int32_t set, const Key& key, Pending& pending);
+  void agree(int32_t set, const Key& key, const std::string& bytes);
+  std::string objection(int32_t set, const Description& description) const;
+  std::string mismatch(const Set& s, const Key& key, const Pending& pending) const;
+  void join(int32_t set, int member);
+  void apply(int32_t set, const Description& description);
+
+  std::map<int32_t, Set> sets_;
+  int32_t next_set_ = 1;
+  std::vector<Decision> decisions_;
+};
+
+// Whether an operation of this kind can go on while some members have joined.
+bool allows_joined(OpKind kind);
+
+}  // namespace bagua

@@ -1,0 +1,85 @@
+// What ranks tell rank 0 (reports) and what rank 0 tells them (decisions), and their bytes.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "common/bytes.h"
+#include "engine/request.h"
+
+namespace bagua {
+
+enum class MessageType : uint8_t {
+  kReport,    // to rank 0: requests that are ready here
+  kDecision,  // from rank 0: what all members of a process set do next, in this order
+  kAwait,     // to rank 0: I am waiting; is everyone alive?
+  kPing,      // answered with kPong by any rank whose process runs
+  kPong,
+  kFault,     // a failure nobody survives: poison the engine with this text
+  kBye,       // I shut down on purpose
+};
+
+// Identifies a request across ranks: a name, or the position among the unnamed ones.
+struct Key {
+  std::string name;
+  uint64_t seq = 0;
+  bool operator<(const Key& other) const {
+    return seq != other.seq ? seq < other.seq : name < other.name;
+  }
+};
+
+// Requests of one process set that became ready on one rank. A request seen for the first time
+// travels whole; afterwards it is one bit, or for an unnamed one its position and id.
+struct Report {
+  struct Full {
+    Key key;
+    std::string description;  // encoded
+    std::string refusal;      // not empty: this rank cannot take part, and why
+  };
+  struct Again {
+    uint64_t seq;
+    int32_t id;
+  };
+  int32_t set = 0;
+  std::vector<int32_t> ids;  // named and known; travel as a bit-vector
+  std::vector<Again> unnamed;
+  std::vector<Full> full;
+  bool join = false;
+
+  bool empty() const { return ids.empty() && unnamed.empty() && full.empty() && !join; }
+  void clear();
+  void encode(Writer& w) const;
+  static Report decode(Reader& r);
+};
+
+struct Decision {
+  struct Definition {
+    int32_t id;
+    std::string name;  // empty for an unnamed request
+    std::string description;
+  };
+  struct Agreed {
+    int32_t id;
+    uint64_t seq;  // 0 for a named request
+  };
+  struct Rejection {
+    Key key;
+    ErrorKind kind;
+    std::string text;
+  };
+  int32_t set = 0;
+  std::vector<Definition> definitions;
+  std::vector<Agreed> agreed;
+  std::vector<Rejection> rejections;
+  int32_t last_joined = -1;  // not negative: every member has joined, this one last
+
+  bool empty() const {
+    return definitions.empty() && agreed.empty() && rejections.empty() && last_joined < 0;
+  }
+  void encode(Writer& w) const;
+  static Decision decode(Reader& r);
+};
+
+std::string text_message(MessageType type, std::string_view text = {});
+
+}  // namespace bagua

@@ -1,0 +1,112 @@
+#include "engine/request.h"
+
+namespace bagua {
+namespace {
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size(); ++i)
+    text += (i ? ", " : "") + (shape[i] == kAnyExtent ? std::string("any") : std::to_string(shape[i]));
+  return text + "]";
+}
+
+std::string number_text(double x) {
+  std::string text = std::to_string(x);
+  while (text.back() == '0') text.pop_back();
+  if (text.back() == '.') text.pop_back();
+  return text;
+}
+
+Difference tensor_difference(const Description& here, const Description& there) {
+  const auto a = tensors_of(here), b = tensors_of(there);
+  if (a.size() != b.size())
+    return {"number of tensors", std::to_string(a.size()), std::to_string(b.size())};
+  for (size_t i = 0; i < a.size(); ++i) {
+    const std::string which = a.size() > 1 ? " of tensor " + std::to_string(i) : "";
+    if (a[i].dtype != b[i].dtype)
+      return {"dtype" + which, dtype_name(a[i].dtype), dtype_name(b[i].dtype)};
+    if (a[i].shape != b[i].shape)
+      return {"shape" + which, shape_text(a[i].shape), shape_text(b[i].shape)};
+  }
+  return {"layout", "?", "?"};
+}
+
+}  // namespace
+
+void Description::add_tensor(DType dtype, const std::vector<int64_t>& shape) {
+  layout.push_back(static_cast<int64_t>(dtype));
+  layout.push_back(static_cast<int64_t>(shape.size()));
+  layout.insert(layout.end(), shape.begin(), shape.end());
+}
+
+bool Description::operator==(const Description& other) const {
+  return kind == other.kind && op == other.op && root == other.root &&
+         prescale == other.prescale && postscale == other.postscale && layout == other.layout;
+}
+
+std::string Description::encode() const {
+  Writer w;
+  w.put(kind);
+  w.put(op);
+  w.put(root);
+  w.put(prescale);
+  w.put(postscale);
+  w.put_vector(layout);
+  return w.take();
+}
+
+Description Description::decode(std::string_view bytes) {
+  Reader r(bytes);
+  Description d;
+  d.kind = r.get<OpKind>();
+  d.op = r.get<ReduceOp>();
+  d.root = r.get<int32_t>();
+  d.prescale = r.get<double>();
+  d.postscale = r.get<double>();
+  d.layout = r.get_vector<int64_t>();
+  return d;
+}
+
+Difference first_difference(const Description& here, const Description& there) {
+  if (here.kind != there.kind) return {"operation", kind_name(here.kind), kind_name(there.kind)};
+  if (here.kind == OpKind::kAddProcessSet)
+    return {"ranks", shape_text(here.layout), shape_text(there.layout)};
+  if (here.op != there.op) return {"reduce op", op_name(here.op), op_name(there.op)};
+  if (here.root != there.root) {
+    const char* what = here.kind == OpKind::kRemoveProcessSet ? "process set" : "root";
+    return {what, std::to_string(here.root), std::to_string(there.root)};
+  }
+  if (here.prescale != there.prescale)
+    return {"prescale_factor", number_text(here.prescale), number_text(there.prescale)};
+  if (here.postscale != there.postscale)
+    return {"postscale_factor", number_text(here.postscale), number_text(there.postscale)};
+  return tensor_difference(here, there);
+}
+
+int64_t TensorInfo::count() const {
+  int64_t n = 1;
+  for (const int64_t extent : shape) n *= extent;
+  return n;
+}
+
+int64_t TensorInfo::row_count() const {
+  int64_t n = 1;
+  for (size_t i = 1; i < shape.size(); ++i) n *= shape[i];
+  return n;
+}
+
+std::vector<TensorInfo> tensors_of(const Description& description) {
+  std::vector<TensorInfo> tensors;
+  const auto& layout = description.layout;
+  if (description.kind == OpKind::kAddProcessSet) return tensors;
+  for (size_t at = 0; at < layout.size();) {
+    const auto ndim = static_cast<size_t>(layout[at + 1]);
+    const auto begin = layout.begin() + static_cast<std::ptrdiff_t>(at) + 2;
+    tensors.push_back({static_cast<DType>(layout[at]),
+                       {begin, begin + static_cast<std::ptrdiff_t>(ndim)}});
+    at += 2 + ndim;
+  }
+  return tensors;
+}
+
+}  // namespace bagua

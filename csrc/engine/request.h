@@ -1,0 +1,101 @@
+// What a caller asks of the engine, what the ranks must agree on about it, and the handle to wait
+// for.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/bytes.h"
+#include "common/errors.h"
+#include "common/types.h"
+
+namespace bagua {
+
+// Extent that ranks may choose for themselves: the rows of an allgather or alltoall.
+constexpr int64_t kAnyExtent = -1;
+
+// Everything about a request that must be the same on every rank.
+struct Description {
+  OpKind kind = OpKind::kAllreduce;
+  ReduceOp op = ReduceOp::kSum;
+  int32_t root = -1;  // rank of the world; the set's id for remove_process_set
+  double prescale = 1;
+  double postscale = 1;
+  // Per tensor: element type, number of dimensions, dimensions. For add_process_set: the ranks.
+  std::vector<int64_t> layout;
+
+  void add_tensor(DType dtype, const std::vector<int64_t>& shape);
+  bool operator==(const Description& other) const;
+  std::string encode() const;
+  static Description decode(std::string_view bytes);
+};
+
+// Words for the first thing in which two descriptions differ: what, and both values.
+struct Difference {
+  std::string what, here, there;
+};
+Difference first_difference(const Description& here, const Description& there);
+
+// One tensor of a description, unpacked.
+struct TensorInfo {
+  DType dtype;
+  std::vector<int64_t> shape;
+  int64_t count() const;        // elements
+  int64_t row_count() const;    // elements in one row: all dimensions but the first
+};
+std::vector<TensorInfo> tensors_of(const Description& description);
+
+// Memory the engine allocated for a result whose size only the exchange told.
+struct Output {
+  std::shared_ptr<char> data;
+  std::vector<int64_t> rows;  // received from each rank
+};
+
+// Completion or a failure. Written by the driving thread before done becomes true, then read-only.
+class Handle {
+ public:
+  bool done() const { return done_.load(std::memory_order_acquire); }
+  const FailurePtr& failure() const { return failure_; }
+  void rethrow() const {
+    if (failure_) throw_failure(*failure_);
+  }
+
+  std::vector<Output> outputs;  // allgather, alltoall: one per tensor
+  int64_t value = -1;           // join: the last rank; add_process_set: the id
+
+ private:
+  friend class Engine;
+  FailurePtr failure_;
+  std::atomic<bool> done_{false};
+};
+using HandlePtr = std::shared_ptr<Handle>;
+
+// One tensor's memory. out may equal in; it is null where the engine allocates the output.
+struct Part {
+  const char* in = nullptr;
+  char* out = nullptr;
+};
+
+struct Request {
+  std::string name;   // empty: matched by the order of unnamed requests, see seq
+  uint64_t seq = 0;   // position among the unnamed requests of the process set, from 1
+  int32_t set = 0;
+  int32_t priority = 0;  // higher goes first among requests agreed together
+  Description description;
+  std::vector<Part> parts;
+  std::vector<int64_t> rows;    // first dimension of each tensor on this rank
+  std::vector<int64_t> splits;  // alltoall: rows for each rank
+  std::string refusal;          // not empty: this rank cannot take part, and why
+  std::shared_ptr<void> keepalive;  // whatever owns the memory, until done
+  HandlePtr handle = std::make_shared<Handle>();
+
+  std::string label() const {
+    return name.empty() ? std::string(kind_name(description.kind)) + " #" + std::to_string(seq)
+                        : name;
+  }
+};
+using RequestPtr = std::shared_ptr<Request>;
+
+}  // namespace bagua

@@ -1,0 +1,58 @@
+// float16 and bfloat16 to float and back, round to nearest even, as branch-free integer code that
+// compilers turn into vectors. Overflow becomes Inf, NaN stays NaN, subnormals are exact.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "common/types.h"
+
+namespace bagua {
+
+inline uint32_t float_bits(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, sizeof u);
+  return u;
+}
+inline float bits_float(uint32_t u) {
+  float x;
+  std::memcpy(&x, &u, sizeof x);
+  return x;
+}
+
+inline float to_float(BF16 h) { return bits_float(static_cast<uint32_t>(h.bits) << 16); }
+
+inline BF16 to_bf16(float x) {
+  const uint32_t u = float_bits(x);
+  const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  const uint32_t quiet_nan = (u >> 16) | 0x40u;
+  const bool nan = (u & 0x7fffffffu) > 0x7f800000u;
+  return {static_cast<uint16_t>(nan ? quiet_nan : rounded)};
+}
+
+inline float to_float(F16 h) {
+  const uint32_t sign = static_cast<uint32_t>(h.bits & 0x8000u) << 16;
+  const uint32_t magnitude = h.bits & 0x7fffu;
+  // Rebias by multiplying with 2^112: one exact operation also for subnormals.
+  const float scaled = bits_float(magnitude << 13) * bits_float(0x77800000u);
+  const bool special = magnitude >= 0x7c00u;
+  const uint32_t inf_nan = 0x7f800000u | (magnitude << 13);
+  return bits_float(sign | (special ? inf_nan : float_bits(scaled)));
+}
+
+inline F16 to_f16(float x) {
+  const uint32_t u = float_bits(x);
+  const uint32_t sign = (u >> 16) & 0x8000u;
+  const uint32_t magnitude = u & 0x7fffffffu;
+  // Normal range: rebias the exponent, round the 13 dropped bits to even; overflow carries to Inf.
+  const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  // Subnormal range: adding 0.5 aligns the binary point so that the FPU does the rounding.
+  const uint32_t subnormal = float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u;
+  const uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
+  uint32_t h = magnitude < 0x38800000u ? subnormal : normal;
+  h = magnitude >= 0x477ff000u ? 0x7c00u : h;
+  h = magnitude > 0x7f800000u ? nan : h;
+  return {static_cast<uint16_t>(sign | h)};
+}
+
+}  // namespace bagua

@@ -1,0 +1,34 @@
+// Element-wise reductions on host memory. They are the only arithmetic the exact collectives do.
+#pragma once
+
+#include <cstdint>
+
+#include "common/types.h"
+
+namespace bagua {
+
+// What happens to a reduced value before it is rounded to the element type: value / divisor *
+// factor. Average divides by the number of ranks; pre- and postscale are the factor.
+struct Finish {
+  double divisor = 1;
+  double factor = 1;
+  bool identity() const { return divisor == 1 && factor == 1; }
+};
+
+// dst[i] = finish(op(srcs[0][i], srcs[1][i], ...)), in that order. 16-bit floats accumulate in
+// float, integers in a type at least twice as wide, so there is one rounding per result.
+// dst may be one of the sources. Integers truncate toward zero after an average or a scale.
+void reduce(DType dtype, ReduceOp op, void* dst, const void* const* srcs, int nsrcs, int64_t count,
+            Finish finish);
+
+// data[i] *= factor, rounded like reduce().
+void scale(DType dtype, void* data, int64_t count, double factor);
+
+// Sums of a*b, a*a and b*b in double, and a <- ca*a + cb*b: what Adasum is made of.
+struct Dots {
+  double ab = 0, aa = 0, bb = 0;
+};
+Dots dots(DType dtype, const void* a, const void* b, int64_t count);
+void combine(DType dtype, void* a, const void* b, double ca, double cb, int64_t count);
+
+}  // namespace bagua

@@ -1,0 +1,39 @@
+// How bytes get from one rank to another. A transport moves messages between pairs of ranks, in
+// order per pair, and never blocks: collectives start sends and receives, then wait through a
+// Waiter that knows deadlines and failures.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace bagua {
+
+// Names one message in flight. Owned by the transport; valid until done() returned true.
+using Ticket = int32_t;
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  // The memory must stay valid until the ticket is done. One thread at a time.
+  virtual Ticket send(int peer, const void* data, size_t nbytes) = 0;
+  virtual Ticket recv(int peer, void* data, size_t nbytes) = 0;
+  // Makes progress; true once, when the message has left or arrived.
+  virtual bool done(Ticket ticket) = 0;
+
+  // After a failure: forget everything in flight. Nothing else may be called afterwards.
+  virtual void abort() = 0;
+};
+
+// How a thread passes the time until a message is there: spin, yield, sleep. pause() throws when
+// waiting on has become pointless (a peer died, a deadline passed), so that no wait is for ever.
+class Waiter {
+ public:
+  virtual ~Waiter() = default;
+  virtual void begin() = 0;  // a new wait starts: spin again
+  virtual void pause() = 0;
+};
+
+}  // namespace bagua

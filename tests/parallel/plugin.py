@@ -1,0 +1,167 @@
+"""The main pytest process: the marker `ranks`, and one result out of all ranks' reports."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest._code.code import TerminalRepr  # the type of a traceback that can print itself
+
+from .job import DIRECTORY, ItemResult, Job
+from .processes import make_run_ranks
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("ranks", "tests over MPI processes")
+    group.addoption("--rank-output", action="store_true", help="show the ranks' output as it comes")
+    group.addoption(
+        "--rank-timeout", type=float, default=60, help="seconds for one test over ranks"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "ranks(*counts, timeout_s=60): run the test on each of these numbers of MPI ranks",
+    )
+    if directory := os.environ.get(DIRECTORY):
+        from .worker import Worker
+
+        config.pluginmanager.register(Worker(Path(directory)), "ranks-worker")
+    else:
+        config.pluginmanager.register(Jobs(config), "ranks-jobs")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if mark := metafunc.definition.get_closest_marker("ranks"):
+        if not mark.args or not all(isinstance(n, int) and n > 0 for n in mark.args):
+            raise pytest.UsageError(
+                f"ranks{mark.args}: give the numbers of ranks, as in ranks(1, 2)"
+            )
+        if "ranks" not in metafunc.fixturenames:
+            metafunc.fixturenames.append("ranks")
+        metafunc.parametrize("ranks", mark.args, ids=[f"np{n}" for n in mark.args])
+
+
+@pytest.fixture
+def run_ranks(tmp_path: Path):
+    """run_ranks(n, source_or_path, *args, timeout_s=60, fault_tolerant=False, env=None)
+
+    For tests that themselves start a program under mpirun, to kill or stop some of its ranks.
+    """
+    return make_run_ranks(tmp_path)
+
+
+def count_of(item: pytest.Item) -> int:
+    """How many ranks the item runs on; 0 for one that runs in this process."""
+    return item.callspec.params["ranks"] if item.get_closest_marker("ranks") else 0  # type: ignore
+
+
+class Jobs:
+    """Runs the marked items. They are sorted by number of ranks, so one job at a time is alive."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.job: Job | None = None
+        self.unusable: dict[int, str] = {}  # number of ranks: why no job of it gets ready
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=count_of)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        n = count_of(item)
+        if n == 0:
+            return None
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for report in merged(item, n, self.result(item, n)):
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    def result(self, item: pytest.Item, n: int) -> ItemResult:
+        if n in self.unusable:
+            return ItemResult({}, self.unusable[n])
+        if self.job is None or self.job.over or item.nodeid not in self.job.nodeids:
+            self.close()
+            rest = item.session.items[item.session.items.index(item) :]
+            items = [
+                (other.nodeid, self.timeout_s(other)) for other in rest if count_of(other) == n
+            ]
+            self.job = Job(self.config, n, items)
+        result = self.job.result(item.nodeid)
+        if not self.job.ready:
+            self.unusable[n] = result.trouble
+        return result
+
+    def timeout_s(self, item: pytest.Item) -> float:
+        mark = item.get_closest_marker("ranks")
+        return mark.kwargs.get("timeout_s", self.config.getoption("rank_timeout"))  # type: ignore
+
+    def close(self) -> None:
+        if self.job is not None:
+            self.job.close()
+            self.job = None
+
+    def pytest_unconfigure(self) -> None:
+        self.close()
+
+
+class RankTracebacks(TerminalRepr):
+    """What went wrong, rank by rank; ranks that failed alike are shown once."""
+
+    def __init__(self, failures: list[tuple[str, Any]]) -> None:
+        self.texts: dict[str, tuple[list[str], Any]] = {}
+        for label, longrepr in failures:
+            self.texts.setdefault(str(longrepr), ([], longrepr))[0].append(label)
+        self.reprcrash = next(
+            (crash for _, r in failures if (crash := getattr(r, "reprcrash", None))), None
+        )
+
+    def toterminal(self, tw: Any) -> None:
+        for labels, longrepr in self.texts.values():
+            tw.sep("-", ", ".join(labels), bold=True)
+            if hasattr(longrepr, "toterminal"):
+                longrepr.toterminal(tw)
+            else:
+                tw.line(str(longrepr))
+
+
+def merged(item: pytest.Item, n: int, result: ItemResult) -> list[pytest.TestReport]:
+    """One report per phase: failed if any rank failed, skipped if all were, else passed."""
+    phases = []
+    for when in ("setup", "call", "teardown"):
+        reports = {
+            rank: report
+            for rank, of_rank in result.reports.items()
+            for report in of_rank
+            if report.when == when
+        }
+        failures = [(f"rank {r} of {n}", rep.longrepr) for r, rep in reports.items() if rep.failed]
+        if when == "call" and result.trouble:
+            failures.append((f"{n} ranks", result.trouble))
+        if not reports and not failures:
+            continue
+        outcomes = {report.outcome: report for report in reversed(reports.values())}
+        like = outcomes.get("failed") or outcomes.get("passed") or outcomes.get("skipped")
+        phases.append(
+            pytest.TestReport(
+                nodeid=item.nodeid,
+                location=item.location,
+                keywords=dict.fromkeys(item.keywords, 1),
+                outcome="failed" if failures else like.outcome,  # type: ignore[union-attr]
+                longrepr=RankTracebacks(failures) if failures else like.longrepr,  # type: ignore
+                when=when,  # type: ignore[arg-type]
+                sections=[
+                    (f"rank {rank}: {title}", text)
+                    for rank, report in reports.items()
+                    for title, text in report.sections
+                ],
+                duration=max((report.duration for report in reports.values()), default=0),
+                **({"wasxfail": like.wasxfail} if hasattr(like, "wasxfail") else {}),
+            )
+        )
+    return phases
