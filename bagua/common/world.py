@@ -78,19 +78,9 @@ class World:
 
     def request(self, kind: Kind, name: str = "", numbers: Sequence[int] = (), **fields: int) -> Any:
         """Submits a request that carries no tensors; returns its finished handle."""
-        handle = self.engine.submit(
-            kind=kind,
-            name=name,
-            tensors=[],
-            op=0,
-            root=fields.get("root", -1),
-            prescale=1.0,
-            postscale=1.0,
-            set=fields.get("set", 0),
-            splits=list(numbers),
-            priority=0,
-            urgency=Urgency.WAITED,
-            owner=None,
+        root, in_set = fields.get("root", -1), fields.get("set", 0)
+        handle = core.submit(
+            self.engine, kind, name, [], 0, root, 1.0, 1.0, in_set, numbers, Urgency.WAITED, None
         )
         handle.wait()
         return handle
@@ -114,7 +104,7 @@ _failure_at_stop: Optional[str] = None
 
 def init(
     comm: Communicator = None,
-    process_sets: Union[None, str, Iterable[ProcessSet]] = None,
+    process_sets: Union[str, Iterable[ProcessSet], None] = None,
     **settings: Any,
 ) -> None:
     """Starts the engine, once: a second call does nothing until `shutdown`.

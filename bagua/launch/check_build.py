@@ -10,6 +10,7 @@ from typing import Any
 
 from bagua.common.errors import UsageError
 from bagua.launch.flavour import detect, find_mpirun
+from bagua.version import __version__
 
 _REMEDY = "bagua._core is missing or does not load: run 'pip install .' in the source folder"
 
@@ -17,7 +18,7 @@ _REMEDY = "bagua._core is missing or does not load: run 'pip install .' in the s
 def report(mpirun: str = "") -> tuple[str, bool]:
     """The checklist, and whether the installation is fit for use."""
     build, trouble = _build_info()
-    lines = [f"Bagua {(build or {}).get('version') or installed('bagua') or '(not installed)'}"]
+    lines = [f"Bagua {(build or {}).get('version') or __version__}"]
     lines += ["", "Built:", _item("extension", build is not None, trouble)]
     if build is not None:
         lines += [_item("MPI", bool(build.get("mpi")), build.get("mpi", ""))]

@@ -79,7 +79,8 @@ class Job:
         environment = {**os.environ, **self._plan.environment, **self._listener.variables}
         if self._screens[STDERR].is_tty and "COLUMNS" not in os.environ:  # for progress bars
             width = os.get_terminal_size(2).columns - len(f"[{self._plan.rank_count}] ")
-            environment["COLUMNS"] = str(max(20, width))
+            if width > 20:  # some terminals have none
+                environment["COLUMNS"] = str(width)
         self._mpirun = subprocess.Popen(
             self._plan.command,
             env=environment,
@@ -255,6 +256,8 @@ class Job:
             first = min(failures, key=lambda exit: exit.stopped)
             if first.stopped:
                 return self._ended_by_mpirun() or first.shell_code
+            if first.lost:
+                self._show_mpirun()
             self._output.show_tail(first.rank)
             say(screen, f"bagua-run: {first}")
             if not self._survived(first):
@@ -268,13 +271,17 @@ class Job:
         code = self._mpirun.returncode
         if code == 0:
             return 0
+        self._show_mpirun()
+        how = f"code {code}" if code > 0 else f"signal {-code} ({signal_name(-code)})"
+        early = [str(exit.rank) for exit in self._exits.values() if not exit.failed]
+        left = f" after rank {', '.join(early)} had exited with code 0" if early else ""
+        say(self._screens[STDERR], f"bagua-run: mpirun ended the job with {how}{left}")
+        return code if code > 0 else 128 - code
+
+    def _show_mpirun(self) -> None:
         for data in self._mpirun_said:
             self._output.feed(MPIRUN, STDERR, data)
         self._output.end()
-        early = [str(exit.rank) for exit in self._exits.values() if not exit.failed]
-        left = f" after rank {', '.join(early)} had exited with code 0" if early else ""
-        say(self._screens[STDERR], f"bagua-run: mpirun ended the job with code {code}{left}")
-        return code if code > 0 else 128 - code
 
     def _survived(self, first: Exit) -> bool:
         """Whether a fault-tolerant job outlived its first failure and the rest ended well."""

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 from bagua.common.config import Config, parse
 from bagua.common.errors import UsageError
-from bagua.launch.check_build import installed, report
+from bagua.launch.check_build import report
 from bagua.launch.flags import Options, parse_command_line
 from bagua.launch.flavour import detect, find_mpirun
 from bagua.launch.job import Job
 from bagua.launch.output import Output, standard_screens
 from bagua.launch.plan import make_plan
+from bagua.version import __version__
 
 USAGE_CODE = 2
 
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: Options) -> int:
     if options.version:
-        print(f"bagua-run {installed('bagua') or '(not installed)'}")
+        print(f"bagua-run {__version__}")
         return 0
     if options.check_build:
         text, fit = report(options.mpirun)

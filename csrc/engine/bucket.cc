@@ -31,32 +31,41 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
     throw InternalError("cannot allocate " + std::to_string(nbytes()) + " bytes for " + name_);
   std::memset(memory, 0, rounded);
   arena_.reset(memory, std::free);
-  description_.add_tensor(dtype_, {count_});
+  if (description_.op == ReduceOp::kAdasum) {  // weighs every tensor by itself
+    for (size_t i = 0; i < slot_counts.size(); ++i) add_part(begins_[i], slot_counts[i]);
+  } else {
+    add_part(0, count_);
+  }
+}
+
+void Bucket::add_part(int64_t begin, int64_t count) {
+  char* data = arena_.get() + begin * static_cast<int64_t>(dtype_nbytes(dtype_));
+  description_.add_tensor(dtype_, {count});
+  parts_.push_back({data, data});
 }
 
 bool Bucket::ready(int slot) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto at = static_cast<size_t>(slot);
-  if (is_ready_.at(at))
-    throw UsageError(name_ + ": slot " + std::to_string(slot) +
-                     " became ready twice before the others were ready once");
+  if (is_ready_.at(at)) return false;
   is_ready_[at] = true;
-  if (--left_ > 0) return false;
-  launch();
-  return true;
+  return --left_ == 0;
 }
 
-void Bucket::launch() {
-  std::fill(is_ready_.begin(), is_ready_.end(), false);
-  left_ = is_ready_.size();
+HandlePtr Bucket::launch() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::fill(is_ready_.begin(), is_ready_.end(), false);
+    left_ = is_ready_.size();
+  }
   auto request = std::make_shared<Request>();
   request->name = name_;
   request->set = set_;
   request->priority = priority_;
   request->description = description_;
-  request->parts = {{arena_.get(), arena_.get()}};
+  request->parts = parts_;
   request->keepalive = arena_;
-  handle_ = engine_->submit(std::move(request), Engine::Urgency::kNow);
+  return engine_->submit(std::move(request), Engine::Urgency::kNow);
 }
 
 std::vector<int> Bucket::missing() const {
@@ -65,11 +74,6 @@ std::vector<int> Bucket::missing() const {
   for (size_t i = 0; i < is_ready_.size(); ++i)
     if (!is_ready_[i]) slots.push_back(static_cast<int>(i));
   return slots;
-}
-
-HandlePtr Bucket::handle() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return handle_;
 }
 
 }  // namespace bagua

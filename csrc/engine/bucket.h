@@ -1,5 +1,4 @@
-// Many tensors in one arena, exchanged together, in place and never copied, each time the last of
-// them becomes ready.
+// Many tensors in one arena, exchanged together and in place each time all of them are ready.
 #pragma once
 
 #include <atomic>
@@ -19,22 +18,23 @@ class Bucket {
          const std::vector<int64_t>& slot_counts, Description exchange, int32_t set,
          int32_t priority);
 
+  const std::shared_ptr<Engine>& engine() const { return engine_; }
   char* data() const { return arena_.get(); }
   int64_t nbytes() const { return count_ * static_cast<int64_t>(dtype_nbytes(dtype_)); }
   DType dtype() const { return dtype_; }
   // Where each slot begins, in elements; every slot starts on a cache line.
   const std::vector<int64_t>& begins() const { return begins_; }
 
-  // The slot's values are in the arena. The last slot launches the exchange: then true. Any
-  // thread; throws UsageError when the slot was ready already.
+  // The slot's values are there; saying so again changes nothing. True for the call that makes the
+  // last slot ready: then the values must be in the arena and launch() is due. Any thread.
   bool ready(int slot);
   // Slots not ready since the last launch.
   std::vector<int> missing() const;
-  // The handle of the last launch, null before the first.
-  HandlePtr handle() const;
+  // Starts the exchange of the whole arena and counts anew.
+  HandlePtr launch();
 
  private:
-  void launch();
+  void add_part(int64_t begin, int64_t count);
 
   const std::shared_ptr<Engine> engine_;
   const std::string name_;
@@ -45,11 +45,11 @@ class Bucket {
   int64_t count_ = 0;  // elements, padding included
   std::shared_ptr<char> arena_;
   Description description_;
+  std::vector<Part> parts_;
 
   mutable std::mutex mutex_;
   std::vector<bool> is_ready_;  // mutex_
   size_t left_ = 0;             // mutex_: slots not ready yet
-  HandlePtr handle_;            // mutex_
 };
 
 }  // namespace bagua

@@ -10,17 +10,18 @@ namespace bagua {
 namespace {
 
 // Pending requests of this size are worth an exchange of their own without waiting for company.
-constexpr int64_t kEagerNbytes = 1 << 20;
+constexpr int64_t kEagerNbytes = 4 << 20;
 // How long a small request waits for company if nobody waits for it.
-constexpr int kCompanyUs = 100;
+constexpr int kCompanyUs = 500;
 // How often a waiting engine looks at the clock: stalls and silent ranks.
 constexpr int kTickUs = 1000000;
 
 int64_t nbytes_of(const Description& description) {
   int64_t nbytes = 0;
-  for (const TensorInfo& tensor : tensors_of(description))
-    nbytes += std::max<int64_t>(tensor.count(), 0) *
-              static_cast<int64_t>(dtype_nbytes(tensor.dtype));
+  for_each_tensor(description, [&](DType dtype, const int64_t* dimensions, size_t ndim) {
+    nbytes += std::max<int64_t>(count_of(dimensions, ndim), 0) *
+              static_cast<int64_t>(dtype_nbytes(dtype));
+  });
   return nbytes;
 }
 

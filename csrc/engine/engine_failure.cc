@@ -23,22 +23,23 @@ std::string join_numbers(const std::vector<int>& numbers) {
 // What is wrong with a request by itself.
 std::string Engine::refuse(const Request& request) {
   const Description& d = request.description;
-  for (const TensorInfo& tensor : tensors_of(d)) {
-    const std::string dtype = dtype_name(tensor.dtype);
-    const bool reduces = d.kind == OpKind::kAllreduce || d.kind == OpKind::kReducescatter;
-    if (reduces && d.op == ReduceOp::kAdasum && !is_float(tensor.dtype))
-      return "Adasum needs a floating-point tensor, not " + dtype;
-    if (reduces && is_complex(tensor.dtype) && (d.op == ReduceOp::kMin || d.op == ReduceOp::kMax))
-      return std::string(op_name(d.op)) + " has no meaning for " + dtype;
-    if (reduces && tensor.dtype == DType::kBool && d.op == ReduceOp::kAverage)
-      return "average has no meaning for bool; use Sum (any) or Product (all)";
-    const bool needs_rows = d.kind == OpKind::kAlltoall || d.kind == OpKind::kReducescatter;
-    if (needs_rows && tensor.shape.empty())
-      return std::string(kind_name(d.kind)) + " needs at least one dimension";
-  }
+  const bool reduces = d.kind == OpKind::kAllreduce || d.kind == OpKind::kReducescatter;
+  const bool needs_rows = d.kind == OpKind::kAlltoall || d.kind == OpKind::kReducescatter;
+  std::string problem;
+  for_each_tensor(d, [&](DType dtype, const int64_t*, size_t ndim) {
+    if (needs_rows && ndim == 0)
+      problem = std::string(kind_name(d.kind)) + " needs at least one dimension";
+    if (!reduces) return;
+    if (d.op == ReduceOp::kAdasum && !is_float(dtype))
+      problem = std::string("Adasum needs a floating-point tensor, not ") + dtype_name(dtype);
+    if (is_complex(dtype) && (d.op == ReduceOp::kMin || d.op == ReduceOp::kMax))
+      problem = std::string(op_name(d.op)) + " has no meaning for " + dtype_name(dtype);
+    if (dtype == DType::kBool && d.op == ReduceOp::kAverage)
+      problem = "average has no meaning for bool; use Sum (any) or Product (all)";
+  });
   if (d.kind == OpKind::kReducescatter && d.op == ReduceOp::kAdasum)
-    return "reducescatter cannot use Adasum";
-  return "";
+    problem = "reducescatter cannot use Adasum";
+  return problem;
 }
 
 // What is wrong with it in its process set.

@@ -37,12 +37,12 @@ int member_of(const std::vector<int>& ranks, int rank) {
 std::vector<Tensor> tensors_by_dtype(const std::vector<RequestPtr>& requests) {
   std::vector<Tensor> tensors;
   for (const RequestPtr& request : requests) {
-    const auto infos = tensors_of(request->description);
-    for (size_t i = 0; i < infos.size(); ++i) {
-      const Part& part = request->parts[i];
-      if (const int64_t count = infos[i].count(); count > 0)
-        tensors.push_back({infos[i].dtype, part.in, part.out, count});
-    }
+    const Part* part = request->parts.data();
+    for_each_tensor(request->description, [&](DType dtype, const int64_t* dims, size_t ndim) {
+      const int64_t count = count_of(dims, ndim);
+      if (count > 0) tensors.push_back({dtype, part->in, part->out, count});
+      ++part;
+    });
   }
   std::stable_sort(tensors.begin(), tensors.end(),
                    [](const Tensor& a, const Tensor& b) { return a.dtype < b.dtype; });

@@ -84,28 +84,18 @@ Difference first_difference(const Description& here, const Description& there) {
 }
 
 int64_t TensorInfo::count() const {
-  int64_t n = 1;
-  for (const int64_t extent : shape) n *= extent;
-  return n;
+  return count_of(shape.data(), shape.size());
 }
 
 int64_t TensorInfo::row_count() const {
-  int64_t n = 1;
-  for (size_t i = 1; i < shape.size(); ++i) n *= shape[i];
-  return n;
+  return shape.empty() ? 1 : count_of(shape.data() + 1, shape.size() - 1);
 }
 
 std::vector<TensorInfo> tensors_of(const Description& description) {
   std::vector<TensorInfo> tensors;
-  const auto& layout = description.layout;
-  if (description.kind == OpKind::kAddProcessSet) return tensors;
-  for (size_t at = 0; at < layout.size();) {
-    const auto ndim = static_cast<size_t>(layout[at + 1]);
-    const auto begin = layout.begin() + static_cast<std::ptrdiff_t>(at) + 2;
-    tensors.push_back({static_cast<DType>(layout[at]),
-                       {begin, begin + static_cast<std::ptrdiff_t>(ndim)}});
-    at += 2 + ndim;
-  }
+  for_each_tensor(description, [&](DType dtype, const int64_t* dimensions, size_t ndim) {
+    tensors.push_back({dtype, {dimensions, dimensions + ndim}});
+  });
   return tensors;
 }
 

@@ -47,6 +47,23 @@ struct TensorInfo {
 };
 std::vector<TensorInfo> tensors_of(const Description& description);
 
+// The same without unpacking: calls f(dtype, dimensions, ndim) for each tensor.
+template <class F>
+void for_each_tensor(const Description& description, F&& f) {
+  if (description.kind == OpKind::kAddProcessSet) return;
+  const auto& layout = description.layout;
+  for (size_t at = 0; at < layout.size();) {
+    const auto ndim = static_cast<size_t>(layout[at + 1]);
+    f(static_cast<DType>(layout[at]), layout.data() + at + 2, ndim);
+    at += 2 + ndim;
+  }
+}
+inline int64_t count_of(const int64_t* dimensions, size_t ndim) {
+  int64_t n = 1;
+  for (size_t i = 0; i < ndim; ++i) n *= dimensions[i];
+  return n;
+}
+
 // Memory the engine allocated for a result whose size only the exchange told.
 struct Output {
   std::shared_ptr<char> data;

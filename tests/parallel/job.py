@@ -129,7 +129,9 @@ class Job:
 
     def stacks(self, ranks: list[int]) -> str:
         """Where the ranks are, by their own word; a stopped one says nothing."""
-        kill((int(f.read_text()) for f in self.directory.glob("ready.?")), signal.SIGUSR1)
+        ready = [self.directory / f"ready.{rank}" for rank in range(self.n)]
+        pids = {int(file.read_text()) for file in ready if file.exists()}
+        kill(pids.intersection(self.processes.pids()), signal.SIGUSR1)
         files = [self.directory / f"stacks.{rank}" for rank in ranks]
         deadline = time.monotonic() + 1
         while time.monotonic() < deadline and not all(

@@ -1,0 +1,70 @@
+"""Torch tensors as the operations see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bagua.common.errors import UsageError
+from bagua.common.kinds import DTYPES
+
+_DTYPE_NUMBER = {getattr(torch, name): number for number, name in enumerate(DTYPES)}
+
+
+class TorchArrays:
+    """CPU tensors. Autograd never sees what happens here: memory is written behind its back."""
+
+    def contiguous(self, tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            raise UsageError(f"a torch.Tensor is needed, not {type(tensor).__name__}")
+        if not tensor.is_cpu:
+            raise UsageError(
+                f"this version exchanges CPU tensors, not tensors on {tensor.device}; "
+                "move the tensor with .cpu()"
+            )
+        if tensor.layout is not torch.strided:
+            raise UsageError(
+                f"a dense tensor is needed, not one with layout {tensor.layout}; use to_dense() "
+                "or, for sparse COO, sparse_allreduce_async()"
+            )
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            return tensor
+        # A lazy conjugate or negation is not in the memory yet.
+        return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+    def describe(self, tensor: Any) -> tuple[int, int, Sequence[int]]:
+        number = _DTYPE_NUMBER.get(tensor.dtype)
+        if number is None:
+            raise UsageError(
+                f"{tensor.dtype} cannot be exchanged; supported are {', '.join(DTYPES)}"
+            )
+        return tensor.data_ptr(), number, tensor.shape
+
+    def empty(self, shape: Sequence[int], like: Any) -> Any:
+        return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+
+    def adopt(self, memory: Any, shape: Sequence[int], like: Any) -> Any:
+        if 0 in shape:
+            return self.empty(shape, like)
+        return torch.frombuffer(memory, dtype=like.dtype).view(tuple(shape))
+
+    def assign(self, target: Any, source: Any) -> None:
+        target.detach().copy_(source)
+
+    def check_writable(self, target: Any) -> None:
+        if not target.is_contiguous() and any(
+            stride == 0 and extent > 1 for stride, extent in zip(target.stride(), target.shape)
+        ):
+            raise UsageError(
+                "an in-place operation cannot write to an expanded tensor, whose elements share "
+                "memory; use .clone() or the operation without the underscore"
+            )
+
+    def finish(self, result: Any, like: Any) -> Any:
+        return result
+
+    def like_splits(self, rows: list[int], splits: Any) -> Any:
+        dtype = splits.dtype if isinstance(splits, torch.Tensor) else torch.int32
+        return torch.tensor(rows, dtype=dtype)

@@ -1,0 +1,199 @@
+"""Cuts parameters into buckets and lays their gradients into the buckets' arenas.
+
+A *slot* is one parameter's place in a bucket. Its `view` looks at the arena with the parameter's
+shape and strides; after an exchange it is the parameter's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+
+from bagua.algorithms import Algorithm, BucketInfo
+from bagua.common.core import core
+from bagua.common.kinds import DTYPE_NUMBER, ReduceOp
+from bagua.common.process_set import ProcessSet
+from bagua.common.world import world
+
+
+class Slot:
+    """One parameter's place in a bucket."""
+
+    __slots__ = ("bucket", "index", "name", "param", "view")
+
+    def __init__(self, name: str, param: torch.Tensor) -> None:
+        self.name = name
+        self.param = param
+        self.bucket: Optional[Bucket] = None  # None: this gradient travels alone, see loose.py
+        self.index = -1
+        self.view: torch.Tensor = torch.empty(0)
+
+
+class Bucket:
+    """Slots that are exchanged together, in an arena of the engine."""
+
+    def __init__(
+        self,
+        name: str,
+        info: BucketInfo,
+        slots: Sequence[Slot],
+        dtype: torch.dtype,
+        op: ReduceOp,
+        scales: tuple[float, float],
+        process_set: ProcessSet,
+    ) -> None:
+        self.name = name
+        self.info = info
+        self.slots = list(slots)
+        self.averages = op == ReduceOp.Average
+        self.casts = slots[0].param.dtype != dtype  # gradients are compressed by a cast
+        self.arena = core.Bucket(
+            engine=world().engine,
+            name=name,
+            dtype=DTYPE_NUMBER[dtype_name(dtype)],
+            counts=[slot.param.numel() for slot in slots],
+            op=op,
+            prescale=scales[0],
+            postscale=scales[1],
+            set=process_set._id(),
+            priority=-info.index,
+        )
+        self.ready = self.arena.ready
+        self.handle: Optional[Any] = None
+        self.stale = False  # a gradient changed after the launch
+        self._lay_out(dtype)
+
+    def _lay_out(self, dtype: torch.dtype) -> None:
+        if memoryview(self.arena).nbytes == 0:
+            flat = torch.empty(0, dtype=dtype)
+        else:
+            flat = torch.frombuffer(self.arena, dtype=dtype)
+        for index, (slot, begin) in enumerate(zip(self.slots, self.arena.begins)):
+            slot.bucket, slot.index = self, index
+            slot.view = _view_like(flat[begin : begin + slot.param.numel()], slot.param)
+
+    def launch(self) -> None:
+        """Starts the exchange; the arena must not be touched until `wait`."""
+        self.stale = False
+        with torch.no_grad():
+            self._gather()
+        self.handle = self.arena.launch()
+
+    def _gather(self) -> None:
+        """Brings gradients that autograd put elsewhere into the arena; none means zeros."""
+        views, grads = [], []
+        for slot in self.slots:
+            grad = slot.param.grad
+            if grad is slot.view:
+                continue
+            if grad is None or grad.is_sparse:
+                slot.view.zero_()
+            else:
+                views.append(slot.view)
+                grads.append(grad)
+        if views:
+            torch._foreach_copy_(views, grads)
+
+    def deliver(self) -> None:
+        """Waits for the exchange and makes its results the parameters' gradients."""
+        assert self.handle is not None
+        if self.stale:
+            self.handle.wait()
+            self.launch()
+        self.handle.wait()
+        self.handle = None
+        if self.casts:
+            with torch.no_grad():
+                self._cast_back()
+            return
+        for slot in self.slots:
+            if slot.param.grad is not slot.view:
+                slot.param.grad = slot.view
+
+    def _cast_back(self) -> None:
+        for slot in self.slots:
+            grad = slot.param.grad
+            if grad is None or grad.is_sparse:
+                slot.param.grad = slot.view.to(slot.param.dtype)
+            else:
+                grad.copy_(slot.view)
+
+    def sums_again(self) -> bool:
+        """Whether a gradient was accumulated on top of an exchanged one that is not an average.
+
+        Averaging an average changes nothing; summing a sum does.
+        """
+        return not self.averages and any(s.param.grad is s.view for s in self.slots)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+def _view_like(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The slice with the parameter's shape, and its strides where they have no gaps."""
+    strided = torch.empty_strided(param.shape, param.stride(), device="meta")
+    dense = param.numel() == 0 or strided.untyped_storage().size() == (
+        param.numel() * strided.element_size()
+    )
+    return flat.as_strided(param.shape, param.stride()) if dense else flat.view(param.shape)
+
+
+class Plan:
+    """What decides the buckets of one optimizer."""
+
+    def __init__(
+        self,
+        prefix: str,
+        algorithm: Algorithm,
+        op: Optional[ReduceOp],
+        scales: tuple[float, float],
+        process_set: ProcessSet,
+        wire_dtype: Optional[torch.dtype],
+        bucket_nbytes: int,
+    ) -> None:
+        self.prefix = prefix
+        self.algorithm = algorithm
+        self.op = op
+        self.scales = scales
+        self.process_set = process_set
+        self.wire_dtype = wire_dtype
+        self.bucket_nbytes = bucket_nbytes
+        self._generation = 0
+
+    def build(self, runs: Sequence[Sequence[Slot]], step: int, cut: bool) -> list[Bucket]:
+        """Buckets over runs of slots, in order of readiness; `cut` splits a run by size."""
+        self._generation += 1
+        buckets: list[Bucket] = []
+        for run in runs:
+            for slots in self._split(run, cut):
+                buckets.append(self._bucket(len(buckets), slots, step))
+        return buckets
+
+    def _split(self, run: Sequence[Slot], cut: bool) -> list[list[Slot]]:
+        """The run by element type, each at most the bucket size, or one tensor."""
+        done: list[list[Slot]] = []
+        filling: dict[torch.dtype, tuple[list[Slot], int]] = {}
+        for slot in run:
+            dtype = slot.param.dtype
+            slots, nbytes = filling.get(dtype, ([], 0))
+            more = slot.param.numel() * slot.param.element_size()
+            if slots and cut and nbytes + more > self.bucket_nbytes:
+                done.append(slots)
+                slots, nbytes = [], 0
+            slots.append(slot)
+            filling[dtype] = (slots, nbytes + more)
+        return done + [slots for slots, _ in filling.values() if slots]
+
+    def _bucket(self, index: int, slots: Sequence[Slot], step: int) -> Bucket:
+        dtype = slots[0].param.dtype
+        if self.wire_dtype is not None and dtype.is_floating_point:
+            dtype = self.wire_dtype
+        count = sum(slot.param.numel() for slot in slots)
+        name = f"{self.prefix}.bucket.{self._generation}.{index}"
+        info = BucketInfo(name, index, dtype_name(dtype), count, count * dtype.itemsize)
+        exchange = self.algorithm.plan(info, world(), step)
+        op = exchange.op if self.op is None else self.op
+        return Bucket(name, info, slots, dtype, op, self.scales, self.process_set)

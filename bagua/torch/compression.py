@@ -1,0 +1,85 @@
+"""Compression of tensors before they are exchanged: casts, and whatever a user subclasses."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Optional
+
+import torch
+
+
+class Compressor:
+    """Base of compressors; subclass it and pass the class, or an instance, as `compression`.
+
+    What `compress` returns is exchanged as it is, so it must be a tensor whose sum over ranks
+    makes sense.
+    """
+
+    wire_dtype: ClassVar[Optional[torch.dtype]] = None
+    # False for those below, which a bucket carries out by itself as a cast to `wire_dtype`.
+    custom: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls.custom = cls.__dict__.get("custom", True)  # also below FP16Compressor
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """The tensor to exchange, and what `decompress` needs to know."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """The exchanged tensor in its original form."""
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """Leaves tensors as they are."""
+
+    custom = False
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor
+
+
+class _CastCompressor(Compressor):
+    """Casts floating-point tensors; others pass through."""
+
+    custom = False
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        if not tensor.is_floating_point():
+            return tensor, tensor.dtype
+        return tensor.to(cls.wire_dtype), tensor.dtype
+
+    @classmethod
+    def decompress(cls, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor.to(ctx)
+
+
+class FP16Compressor(_CastCompressor):
+    """Two bytes per value, 11 bits of it precision; beyond 65504 it overflows to infinity."""
+
+    custom = False
+    wire_dtype = torch.float16
+
+
+class BF16Compressor(_CastCompressor):
+    """Two bytes per value, 8 bits of it precision, with the range of float32."""
+
+    custom = False
+    wire_dtype = torch.bfloat16
+
+
+class Compression:
+    """The compressors to choose from."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor

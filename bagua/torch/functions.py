@@ -1,0 +1,144 @@
+"""Same start for all: parameters, optimizer state and objects from one rank to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Optional, Union
+
+import torch
+
+from bagua.common.errors import UsageError
+from bagua.common.objects import allgather_object, broadcast_object, broadcast_object_fn
+from bagua.common.process_set import ProcessSet, global_process_set
+from bagua.common.world import rank
+from bagua.torch import ops
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]
+
+Parameters = Union[Mapping[str, Any], Iterable[tuple[str, Any]]]
+
+
+def broadcast_parameters(
+    params: Parameters, root_rank: int = 0, process_set: ProcessSet = global_process_set
+) -> None:
+    """Copies the root's tensors into everyone's, in place.
+
+    `params` is `model.state_dict()` or `model.named_parameters()`. What is no tensor is left alone.
+    """
+    items = params.items() if isinstance(params, Mapping) else params
+    distinct: dict[Any, torch.Tensor] = {}
+    for item in items:
+        if not isinstance(item, tuple) or len(item) != 2:
+            raise UsageError(
+                "broadcast_parameters needs state_dict() or named_parameters(), "
+                f"not an iterable of {type(item).__name__}"
+            )
+        _, tensor = item
+        if isinstance(tensor, torch.Tensor):
+            distinct.setdefault(_memory_of(tensor), tensor)
+    if distinct:
+        ops.grouped_broadcast_(list(distinct.values()), root_rank, process_set=process_set)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: Optional[torch.nn.Module] = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Gives every rank the root's optimizer state and hyperparameters.
+
+    The others need not have any state yet. `model` is there for Horovod's sake and not needed.
+    """
+    _check_same_groups(optimizer, process_set)
+    is_root = rank() == root_rank
+    tensors: list[torch.Tensor] = []
+    skeleton = _without_tensors(optimizer.state_dict(), tensors) if is_root else None
+    skeleton = broadcast_object(skeleton, root_rank, process_set=process_set)
+    if not is_root:
+        skeleton = _with_empty_tensors(skeleton, tensors)
+    if tensors:
+        ops.grouped_broadcast_(tensors, root_rank, process_set=process_set)
+    if not is_root:
+        optimizer.load_state_dict(skeleton)
+        _keep_dtypes(optimizer, skeleton)
+
+
+def _memory_of(tensor: torch.Tensor) -> Any:
+    """Equal for tied parameters, which need to travel only once."""
+    if tensor.numel() == 0 or not tensor.is_cpu:
+        return id(tensor)
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _check_same_groups(optimizer: torch.optim.Optimizer, process_set: ProcessSet) -> None:
+    mine = [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups]
+    everyone = allgather_object(mine, process_set=process_set)
+    for other, theirs in zip(process_set.ranks, everyone):
+        if theirs != everyone[0]:
+            raise UsageError(
+                "broadcast_optimizer_state: the optimizers have different parameters: "
+                f"{everyone[0]} on rank {process_set.ranks[0]}, {theirs} on rank {other}"
+            )
+
+
+class _Placeholder:
+    """Stands for a tensor in a pickled state."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+
+
+def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """A copy of nested containers with placeholders for the tensors, which go to the list."""
+
+    def replace(tensor: torch.Tensor) -> Any:
+        tensors.append(tensor.detach())
+        return _Placeholder(tensor)
+
+    return _mapped(value, torch.Tensor, replace)
+
+
+def _with_empty_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The reverse, with new tensors to be filled."""
+
+    def replace(placeholder: _Placeholder) -> Any:
+        tensors.append(torch.empty(placeholder.shape, dtype=placeholder.dtype))
+        return tensors[-1]
+
+    return _mapped(value, _Placeholder, replace)
+
+
+def _mapped(value: Any, kind: type, replace: Any) -> Any:
+    """A copy of nested containers in which every object of a kind is replaced."""
+    if isinstance(value, kind):
+        return replace(value)
+    if isinstance(value, dict):
+        return {key: _mapped(item, kind, replace) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(item, kind, replace) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(item, kind, replace) for item in value)
+    return value
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
+    """Undoes that load_state_dict casts state to the parameters' element type.
+
+    Ranks with bfloat16 parameters would otherwise go on with rounded moments, and the root not.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for index, param in enumerate(params):
+        loaded = optimizer.state.get(param, {})
+        for key, value in state_dict.get("state", {}).get(index, {}).items():
+            here = loaded.get(key)
+            both = isinstance(value, torch.Tensor) and isinstance(here, torch.Tensor)
+            if both and here.dtype != value.dtype:
+                loaded[key] = value

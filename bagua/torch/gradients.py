@@ -1,0 +1,333 @@
+"""The gradients of one optimizer: hooks that notice them, buckets that exchange them.
+
+A gradient's way: autograd finishes a parameter's gradient and calls its hook; the last hook of a
+bucket launches the bucket's exchange while backward goes on; when backward ends, what is missing
+is launched too (a parameter without a gradient counts as zeros, so that ranks may differ in what
+they use), everything is waited for, and every `param.grad` is a view of its arena.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Optional, Union
+
+import torch
+
+from bagua.algorithms import Algorithm, find
+from bagua.common.errors import UsageError
+from bagua.common.kinds import ReduceOp
+from bagua.common.objects import allgather_object, broadcast_object
+from bagua.common.process_set import ProcessSet
+from bagua.common.world import world
+from bagua.torch.buckets import Bucket, Plan, Slot, dtype_name
+from bagua.torch.loose import Loose
+
+_optimizer_numbers = itertools.count()
+
+
+class Gradients:
+    """See the module."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Optional[Iterable[tuple[str, torch.Tensor]]],
+        *,
+        compression: Any,
+        op: Optional[ReduceOp],
+        scales: tuple[float, float],
+        num_groups: int,
+        groups: Optional[Sequence[Sequence[torch.Tensor]]],
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+        algorithm: Union[str, Algorithm],
+    ) -> None:
+        config = world().config
+        self.passes_per_step = 1
+        self.paused = False  # by no_sync
+        self._optimizer = optimizer
+        self._names = _checked_names(optimizer, named_parameters)
+        self._process_set = process_set
+        self._sparse_as_dense = sparse_as_dense
+        self._plan = Plan(
+            f"optimizer.{next(_optimizer_numbers)}",
+            find(algorithm),
+            op,
+            scales,
+            process_set,
+            compression.wire_dtype,
+            int(config.bucket_mb * 2**20),
+        )
+        self._loose = Loose(self._plan, compression)
+        self._grouping = _Grouping(num_groups, groups)
+        self._hooks: dict[torch.Tensor, Any] = {}
+        self._slots: dict[torch.Tensor, Slot] = {}
+        self._buckets: list[Bucket] = []
+        self._order: Optional[list[Slot]] = [] if config.learn_bucket_order else None
+        self._step = 0
+        self._passes = 0  # backward passes that only accumulated
+        self._in_backward = False
+        self._silent = False  # this pass only accumulates
+        self._exchanged = False  # since the last step
+        self._unshared = False  # local gradients that no exchange has seen
+        self._agreed_on_sparse = False
+        self._rebuild_due = False  # some slots have left their buckets
+        self.refresh()
+
+    # ---- called by autograd --------------------------------------------------------------------
+
+    def _hook(self, slot: Slot) -> Any:
+        gradients = weakref.ref(self)  # or the parameter would keep the optimizer alive
+
+        def ready(_: torch.Tensor) -> None:
+            self = gradients()
+            if self is None:
+                return
+            if not self._in_backward:
+                self._begin_backward()
+            if self._silent:
+                return
+            if self._order is not None:
+                self._order.append(slot)
+            bucket = slot.bucket
+            if bucket is None:
+                return
+            if bucket.handle is not None:
+                bucket.stale = True  # a second contribution in one backward: launch once more
+            elif bucket.ready(slot.index):
+                bucket.launch()
+
+        return ready
+
+    def _begin_backward(self) -> None:
+        self._in_backward = True
+        self._unshared = True
+        self._silent = self.paused or self._passes + 1 < self.passes_per_step
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        if self._silent:
+            self._passes += not self.paused
+            return
+        self._exchange()
+
+    # ---- the exchange --------------------------------------------------------------------------
+
+    def _exchange(self) -> None:
+        """Launches what is not under way, waits for everything, delivers."""
+        if self._exchanged and any(bucket.sums_again() for bucket in self._buckets):
+            self._reset()
+            raise UsageError(
+                "backward ran twice before step(), on top of gradients that are sums over ranks "
+                "already; use backward_passes_per_step, no_sync(), zero_grad() or op=Average"
+            )
+        try:
+            self._find_sparse()
+            self._loose.launch()
+            for bucket in self._buckets:
+                if bucket.handle is None:
+                    bucket.launch()
+            for bucket in self._buckets:
+                bucket.deliver()
+            self._loose.deliver()
+        finally:
+            self._reset()
+        self._exchanged = True
+        self._unshared = False
+
+    def _reset(self) -> None:
+        """Forgets what a pass has begun, also after an error in the middle of it."""
+        self._in_backward = False
+        self._passes = 0
+        for bucket in self._buckets:
+            bucket.handle, bucket.stale = None, False
+
+    def synchronize(self) -> None:
+        """Exchanges unless everything there is has been exchanged."""
+        self.refresh()
+        if self._in_backward:
+            self._abandon_backward()
+        if self._unshared or not self._exchanged:
+            self._exchange()
+
+    def stepped(self) -> None:
+        """The optimizer has stepped."""
+        self._step += 1
+        self._exchanged = False
+        self._unshared = False
+        self._passes = 0
+        if self._order:
+            self._learn_order()
+        elif self._rebuild_due:
+            self._rebuild([[slot for bucket in self._buckets for slot in bucket.slots]])
+        self._rebuild_due = False
+
+    def _abandon_backward(self) -> None:
+        """The last backward raised before its end: finish what it launched, then start over."""
+        for bucket in self._buckets:
+            if bucket.handle is not None:
+                bucket.handle.wait()
+        self._reset()
+
+    # ---- which parameters, in which buckets ----------------------------------------------------
+
+    def refresh(self) -> None:
+        """Notices parameters that were added, frozen or thawed since the last look."""
+        wanted = [p for group in self._optimizer.param_groups for p in group["params"]]
+        wanted = [p for p in wanted if p.requires_grad]
+        if len(wanted) == len(self._hooks) and all(p in self._hooks for p in wanted):
+            return
+        for param in set(self._hooks).difference(wanted):
+            self._hooks.pop(param).remove()
+            self._slots.pop(param, None)
+            self._loose.drop(param)
+        fresh = [param for param in wanted if param not in self._hooks]
+        known = [slot for bucket in self._buckets for slot in bucket.slots]
+        known = [slot for slot in known if slot.param in self._slots]
+        # Gradients become ready from the last layer to the first.
+        added = [Slot(self._name(param), param) for param in reversed(fresh)]
+        for slot in added:
+            self._slots[slot.param] = slot
+            if self._loose.wants_all:
+                self._loose.add(slot)
+            self._hooks[slot.param] = slot.param.register_post_accumulate_grad_hook(
+                self._hook(slot)
+            )
+        self._rebuild([known, added])
+        self._unshared = self._unshared or any(s.param.grad is not None for s in added)
+
+    def _name(self, param: torch.Tensor) -> str:
+        return self._names.setdefault(param, f"parameter.{len(self._names)}")
+
+    def _rebuild(self, runs: Sequence[Sequence[Slot]]) -> None:
+        old = {slot: slot.view for bucket in self._buckets for slot in bucket.slots}
+        self._check_agreement(runs)
+        for slot in old:
+            slot.bucket = None
+        runs = [[slot for slot in run if not self._loose.has(slot.param)] for run in runs]
+        runs = self._grouping.apply([slot for run in runs for slot in run]) or runs
+        self._buckets = self._plan.build(runs, self._step, cut=not self._grouping)
+        for slot, view in old.items():
+            if slot.param.grad is view and slot.param in self._slots:
+                if slot.view.dtype == view.dtype:
+                    slot.view.copy_(view)
+                    slot.param.grad = slot.view
+
+    def _check_agreement(self, runs: Sequence[Sequence[Slot]]) -> None:
+        """Ranks whose models differ must hear so by name, before their numbers mix."""
+        mine = [
+            (slot.name, dtype_name(slot.param.dtype), tuple(slot.param.shape), slot.param.stride())
+            for run in runs
+            for slot in run
+        ]
+        digest = repr(mine)
+        me = self._process_set.ranks[0]
+        first = broadcast_object(mine, me, process_set=self._process_set)
+        problem = None if repr(first) == digest else _first_difference(first, mine)
+        problems = allgather_object(problem, process_set=self._process_set)
+        for rank, text in zip(self._process_set.ranks, problems):
+            if text is not None:
+                raise UsageError(f"parameters differ between rank {me} and rank {rank}: {text}")
+
+    def _learn_order(self) -> None:
+        """Lays the buckets out anew in the order in which the first rank's gradients came."""
+        order = list(dict.fromkeys(self._order or ()))
+        self._order = None
+        names = broadcast_object(
+            [slot.name for slot in order], self._process_set.ranks[0], process_set=self._process_set
+        )
+        slots = {slot.name: slot for slot in self._slots.values()}
+        learned = [slots.pop(name) for name in names if name in slots]
+        current = [slot for bucket in self._buckets for slot in bucket.slots]
+        if self._rebuild_due or learned + list(slots.values()) != current:
+            self._rebuild([learned + list(slots.values())])
+
+    def _find_sparse(self) -> None:
+        """In the first exchange the ranks agree which parameters have sparse gradients."""
+        if self._sparse_as_dense:
+            for param in self._slots:
+                if param.grad is not None and param.grad.is_sparse:
+                    param.grad = param.grad.to_dense()
+        sparse = [
+            slot
+            for slot in self._slots.values()
+            if slot.param.grad is not None and slot.param.grad.is_sparse
+        ]
+        if self._agreed_on_sparse:
+            for slot in sparse:
+                if not self._loose.has(slot.param):
+                    raise UsageError(
+                        f"{slot.name} got a sparse gradient after dense ones; use sparse_as_dense"
+                    )
+            return
+        self._agreed_on_sparse = True
+        names = [slot.name for slot in sparse]
+        agreed = set().union(*allgather_object(names, process_set=self._process_set))
+        for slot in self._slots.values():
+            if slot.name in agreed:
+                self._loose.add(slot)
+        self._rebuild_due = bool(agreed)
+
+
+class _Grouping:
+    """The user's wish for which parameters are exchanged together; false if there is none."""
+
+    def __init__(
+        self, num_groups: int, groups: Optional[Sequence[Sequence[torch.Tensor]]]
+    ) -> None:
+        self._num_groups = num_groups
+        self._groups = groups
+
+    def __bool__(self) -> bool:
+        return bool(self._num_groups or self._groups)
+
+    def apply(self, slots: Sequence[Slot]) -> list[list[Slot]]:
+        if self._groups:
+            number = {id(p): i for i, group in enumerate(self._groups) for p in group}
+            runs: dict[Any, list[Slot]] = {}
+            for slot in slots:
+                runs.setdefault(number.get(id(slot.param), slot.name), []).append(slot)
+            return list(runs.values())
+        if self._num_groups:
+            size = -(-len(slots) // self._num_groups)
+            return [list(slots[at : at + size]) for at in range(0, len(slots), max(size, 1))]
+        return []
+
+
+def _checked_names(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Optional[Iterable[tuple[str, torch.Tensor]]],
+) -> dict[torch.Tensor, str]:
+    """A name for every parameter of the optimizer, or an error that says which is wrong."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if named_parameters is None:
+        return {param: f"parameter.{i}" for i, param in enumerate(params)}
+    names: dict[torch.Tensor, str] = {}
+    taken: dict[str, torch.Tensor] = {}
+    for item in named_parameters:
+        if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
+            raise UsageError(
+                "named_parameters should be (name, parameter) pairs, as model.named_parameters() "
+                f"gives; got {type(item).__name__}"
+            )
+        name, param = item
+        if taken.setdefault(name, param) is not param:
+            raise UsageError(f"named_parameters has two parameters named {name!r}")
+        names.setdefault(param, name)
+    missing = sum(param not in names for param in params)
+    if missing:
+        raise UsageError(
+            f"named_parameters lacks {missing} of the optimizer's {len(params)} parameters; pass "
+            "those of every model it trains, or leave named_parameters out"
+        )
+    return names
+
+
+def _first_difference(theirs: Sequence[Any], mine: Sequence[Any]) -> str:
+    for a, b in zip(theirs, mine):
+        if a != b:
+            return f"{a} there, {b} here (name, dtype, shape, strides)"
+    return f"{len(theirs)} parameters there, {len(mine)} here"

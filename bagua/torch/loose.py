@@ -1,0 +1,79 @@
+"""Gradients that do not fit a bucket: sparse ones, and those of a compressor of the user's own.
+
+Each travels by itself, under its parameter's name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bagua.common.kinds import ReduceOp
+from bagua.torch import ops
+from bagua.torch.buckets import Plan, Slot
+
+
+class Loose:
+    """The parameters of one optimizer whose gradients travel alone."""
+
+    def __init__(self, plan: Plan, compression: Any) -> None:
+        self._plan = plan
+        self._compression = compression
+        # A compressor that is more than a cast works tensor by tensor.
+        self.wants_all = bool(compression.custom)
+        self._slots: dict[torch.Tensor, Slot] = {}
+        self._flying: list[tuple[Slot, Any, Any]] = []
+
+    def add(self, slot: Slot) -> None:
+        self._slots[slot.param] = slot
+        if self.wants_all:
+            slot.bucket = None
+
+    def drop(self, param: torch.Tensor) -> None:
+        self._slots.pop(param, None)
+
+    def has(self, param: torch.Tensor) -> bool:
+        return param in self._slots
+
+    def launch(self) -> None:
+        op = self._plan.op or ReduceOp.Average
+        for slot in self._slots.values():
+            grad = slot.param.grad
+            name = f"{self._plan.prefix}.{slot.name}"
+            if self.wants_all:
+                dense = torch.zeros_like(slot.param) if grad is None else grad.detach()
+                wire, context = self._compression.compress(dense)
+                handle = ops.allreduce_async(
+                    wire,
+                    name=name,
+                    op=op,
+                    prescale_factor=self._plan.scales[0],
+                    postscale_factor=self._plan.scales[1],
+                    process_set=self._plan.process_set,
+                )
+                self._flying.append((slot, handle, context))
+                continue
+            if grad is None or not grad.is_sparse:
+                grad = _as_sparse(slot.param, grad)
+            handle = ops.sparse_allreduce_async(
+                grad, name=name, op=op, process_set=self._plan.process_set
+            )
+            self._flying.append((slot, handle, None))
+
+    def deliver(self) -> None:
+        flying, self._flying = self._flying, []
+        for slot, handle, context in flying:
+            result = ops.synchronize(handle)
+            if self.wants_all:
+                result = self._compression.decompress(result, context)
+            slot.param.grad = result
+
+
+def _as_sparse(param: torch.Tensor, grad: Any) -> torch.Tensor:
+    """No gradient is a sparse one without entries."""
+    if grad is not None:
+        return grad.detach().to_sparse(1)
+    indices = torch.empty((1, 0), dtype=torch.int64)
+    values = torch.empty((0, *param.shape[1:]), dtype=param.dtype)
+    return torch.sparse_coo_tensor(indices, values, tuple(param.shape))

@@ -1,0 +1,228 @@
+"""The operations on torch tensors.
+
+The blocking ones that return a new tensor are differentiable (see autograd.py) and may compress;
+all others are those of `bagua.common.operations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+
+from bagua.common import world
+from bagua.common.handle import poll, synchronize
+from bagua.common.kinds import ReduceOp, Urgency
+from bagua.common.operations import Operations, reduce_op
+from bagua.common.process_set import ProcessSet, global_process_set
+from bagua.torch import autograd, sparse
+from bagua.torch.arrays import TorchArrays
+from bagua.torch.compression import Compression
+
+Tensors = Sequence[torch.Tensor]
+
+
+class TorchOperations(Operations):
+    """Collective operations on torch tensors."""
+
+    def allreduce(  # type: ignore[override]  # Horovod has compression in the middle
+        self,
+        tensor: torch.Tensor,
+        average: Optional[bool] = None,
+        name: Optional[str] = None,
+        compression: Any = Compression.none,
+        op: Optional[ReduceOp] = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> Any:
+        """The reduction of `tensor` over all ranks of the set; Average unless `op` says otherwise.
+
+        Every rank gets the same bits. Differentiable for Average and Sum.
+        """
+        scales = (prescale_factor, postscale_factor)
+        results = self.grouped_allreduce(
+            [tensor], average, name, compression, op, *scales, process_set
+        )
+        return results[0]
+
+    def grouped_allreduce(  # type: ignore[override]
+        self,
+        tensors: Tensors,
+        average: Optional[bool] = None,
+        name: Optional[str] = None,
+        compression: Any = Compression.none,
+        op: Optional[ReduceOp] = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> list[Any]:
+        """The reductions of several tensors, exchanged as one request. Differentiable."""
+        op = reduce_op(op, average)
+        wire, ctxs = _compressed(compression, tensors)
+        scales = (prescale_factor, postscale_factor)
+        if _tracked(*wire):
+            results = autograd.Allreduce.apply(self, name, op, scales, process_set, *wire)
+        else:
+            results = self.grouped_allreduce_async(
+                wire, None, name, op, *scales, process_set, urgency=Urgency.WAITED
+            ).wait()
+        return [compression.decompress(result, ctx) for result, ctx in zip(results, ctxs)]
+
+    def allgather(  # type: ignore[override]
+        self,
+        tensor: torch.Tensor,
+        name: Optional[str] = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> Any:
+        """Every rank's rows below each other, in rank order; the number of rows may differ.
+
+        Differentiable.
+        """
+        return self.grouped_allgather([tensor], name, process_set)[0]
+
+    def grouped_allgather(  # type: ignore[override]
+        self,
+        tensors: Tensors,
+        name: Optional[str] = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> list[Any]:
+        """`allgather` of several tensors, exchanged as one request. Differentiable."""
+        if _tracked(*tensors):
+            return list(autograd.Allgather.apply(self, name, process_set, *tensors))
+        handle = self.grouped_allgather_async(tensors, name, process_set, urgency=Urgency.WAITED)
+        return list(handle.wait())
+
+    def broadcast(  # type: ignore[override]
+        self,
+        tensor: torch.Tensor,
+        root_rank: int,
+        name: Optional[str] = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> Any:
+        """The root's tensor, on every rank. `root_rank` is a rank of the world, in a set too.
+
+        Differentiable.
+        """
+        if _tracked(tensor):
+            return autograd.Broadcast.apply(self, name, root_rank, process_set, tensor)
+        handle = self.broadcast_async(tensor, root_rank, name, process_set, urgency=Urgency.WAITED)
+        return handle.wait()
+
+    def alltoall(  # type: ignore[override]
+        self,
+        tensor: torch.Tensor,
+        splits: Optional[Any] = None,
+        name: Optional[str] = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> Any:
+        """Row blocks from every rank, in rank order; with `splits` also how many came from each.
+
+        Differentiable.
+        """
+        if _tracked(tensor):
+            return autograd.Alltoall.apply(self, name, splits, process_set, tensor)
+        handle = self.alltoall_async(tensor, splits, name, process_set, urgency=Urgency.WAITED)
+        return handle.wait()
+
+    def reducescatter(  # type: ignore[override]
+        self,
+        tensor: torch.Tensor,
+        name: Optional[str] = None,
+        compression: Any = Compression.none,
+        op: Optional[ReduceOp] = None,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> Any:
+        """This rank's share of the rows of the reduction; low ranks take the remainder.
+
+        Differentiable for Average and Sum.
+        """
+        scales = (prescale_factor, postscale_factor)
+        results = self.grouped_reducescatter([tensor], name, compression, op, process_set, *scales)
+        return results[0]
+
+    def grouped_reducescatter(  # type: ignore[override]
+        self,
+        tensors: Tensors,
+        name: Optional[str] = None,
+        compression: Any = Compression.none,
+        op: Optional[ReduceOp] = None,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> list[Any]:
+        """`reducescatter` of several tensors, exchanged as one request. Differentiable."""
+        op = reduce_op(op)
+        scales = (prescale_factor, postscale_factor)
+        wire, ctxs = _compressed(compression, tensors)
+        if _tracked(*wire):
+            results = autograd.Reducescatter.apply(self, name, op, scales, process_set, *wire)
+        else:
+            results = self.grouped_reducescatter_async(
+                wire, name, op, process_set, *scales, urgency=Urgency.WAITED
+            ).wait()
+        return [compression.decompress(result, ctx) for result, ctx in zip(results, ctxs)]
+
+    def sparse_allreduce_async(
+        self,
+        tensor: torch.Tensor,
+        name: Optional[str] = None,
+        op: Optional[ReduceOp] = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> sparse.SparseHandle:
+        """Starts reducing a sparse COO tensor; the result is one too, not coalesced."""
+        return sparse.sparse_allreduce_async(self, tensor, name, op, process_set)
+
+
+def _tracked(*tensors: Any) -> bool:
+    """Whether autograd must see the operation."""
+    return torch.is_grad_enabled() and any(
+        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
+    )
+
+
+def _compressed(compression: Any, tensors: Tensors) -> tuple[list[Any], list[Any]]:
+    """What to exchange, and what decompress needs to know of each."""
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    return [wire for wire, _ in pairs], [ctx for _, ctx in pairs]
+
+
+def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
+    """Takes part in the others' operations with zeros until every rank has joined.
+
+    Returns the last rank that did. `device` is there for Horovod's sake and not needed.
+    """
+    return world.join(process_set)
+
+
+_operations = TorchOperations(TorchArrays())
+
+allreduce = _operations.allreduce
+allreduce_ = _operations.allreduce_
+allreduce_async = _operations.allreduce_async
+allreduce_async_ = _operations.allreduce_async_
+grouped_allreduce = _operations.grouped_allreduce
+grouped_allreduce_ = _operations.grouped_allreduce_
+grouped_allreduce_async = _operations.grouped_allreduce_async
+grouped_allreduce_async_ = _operations.grouped_allreduce_async_
+sparse_allreduce_async = _operations.sparse_allreduce_async
+allgather = _operations.allgather
+allgather_async = _operations.allgather_async
+grouped_allgather = _operations.grouped_allgather
+grouped_allgather_async = _operations.grouped_allgather_async
+broadcast = _operations.broadcast
+broadcast_ = _operations.broadcast_
+broadcast_async = _operations.broadcast_async
+broadcast_async_ = _operations.broadcast_async_
+grouped_broadcast_ = _operations.grouped_broadcast_
+alltoall = _operations.alltoall
+alltoall_async = _operations.alltoall_async
+reducescatter = _operations.reducescatter
+reducescatter_async = _operations.reducescatter_async
+grouped_reducescatter = _operations.grouped_reducescatter
+grouped_reducescatter_async = _operations.grouped_reducescatter_async
+
+__all__ = ["TorchOperations", "join", "poll", "synchronize"]

@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks` measures Bagua beside its peers, in one run."""

@@ -1,0 +1,163 @@
+"""What one machine can show; run by every rank, see __main__.py."""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+import bagua.torch
+from benchmarks.measure import interleaved
+from benchmarks.peers import all_peers
+
+Case = dict[str, dict[str, float]]
+
+
+def latency(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
+    """One element, blocking."""
+    tensor = torch.ones(1)
+    runs = {
+        name: lambda peer=peer: peer.allreduce(tensor, "one")
+        for name, peer in peers.items()
+        if hasattr(peer, "allreduce")
+    }
+    return interleaved(runs, 30 if quick else 300, meet)
+
+
+def bandwidth(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
+    """64 MB of fp32 in one tensor; memcpy is both ranks copying 64 MB at once."""
+    tensor, other = torch.ones(16 << 20), torch.ones(16 << 20)
+    runs = {
+        name: lambda peer=peer: peer.allreduce(tensor, "large")
+        for name, peer in peers.items()
+        if hasattr(peer, "allreduce")
+    }
+    runs["memcpy"] = lambda: other.copy_(tensor)
+    return interleaved(runs, 5 if quick else 25, meet)
+
+
+def many(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
+    """500 tensors of 4 KB: started one by one, then waited for."""
+    tensors = [torch.ones(1024) for _ in range(500)]
+    runs = {
+        name: lambda peer=peer: peer.allreduce_many(tensors)
+        for name, peer in peers.items()
+        if hasattr(peer, "allreduce_many")
+    }
+    return interleaved(runs, 5 if quick else 60, meet)
+
+
+def grouped(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
+    """500 tensors of 4 KB in one call."""
+    tensors = [torch.ones(1024) for _ in range(500)]
+    runs = {
+        name: lambda peer=peer: peer.allreduce_grouped(tensors)
+        for name, peer in peers.items()
+        if hasattr(peer, "allreduce_grouped")
+    }
+    return interleaved(runs, 5 if quick else 60, meet)
+
+
+class _ManyGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *params: torch.Tensor) -> torch.Tensor:
+        ctx.count = len(params)
+        return params[0].sum()
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        return tuple(torch.ones(1024) for _ in range(ctx.count))
+
+
+class _ManyParameters(torch.nn.Module):
+    """500 parameters of 4 KB whose gradients cost next to nothing to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.params = torch.nn.ParameterList(torch.ones(1024) for _ in range(500))
+
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        return _ManyGradients.apply(*self.params)
+
+
+def _mlp() -> torch.nn.Module:
+    sizes = (784, 2048, 2048, 2048, 10)
+    layers: list[torch.nn.Module] = []
+    for fan_in, fan_out in zip(sizes, sizes[1:]):
+        layers += [torch.nn.Linear(fan_in, fan_out), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers[:-1])
+
+
+def _steps(peers: dict[str, Any], model_of: Any, inputs: torch.Tensor) -> dict[str, Any]:
+    runs = {}
+    for name, peer in peers.items():
+        if hasattr(peer, "trainer"):
+            torch.manual_seed(0)
+            model, optimizer = peer.trainer(model_of())
+
+            def step(model: Any = model, optimizer: Any = optimizer) -> None:
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+
+            runs[name] = step
+    return runs
+
+
+def gradients(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
+    """A step whose model has 500 gradients of 4 KB."""
+    return interleaved(_steps(peers, _ManyParameters, torch.ones(1)), 5 if quick else 60, meet)
+
+
+def training(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
+    """A step of the MLP 784-2048-2048-2048-10 (40 MB), batch 64 per rank."""
+    return interleaved(_steps(peers, _mlp, torch.randn(64, 784)), 4 if quick else 25, meet)
+
+
+def idle(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
+    """CPU time of an initialized process that does nothing, per second."""
+    meet()
+    seconds = 1.0 if quick else 5.0
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    counters = bagua.torch.counters()
+    time.sleep(seconds)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    messages = bagua.torch.counters()["control_messages"] - counters["control_messages"]
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    share = used / seconds
+    return {"bagua": {"median_s": share, "min_s": share, "rounds": 1, "messages": messages}}
+
+
+CASES = {
+    case.__name__: case for case in (latency, many, grouped, gradients, bandwidth, training, idle)
+}
+
+
+def run(names: list[str], quick: bool) -> dict[str, Case]:
+    """The cases' figures, on every rank; those of the slowest rank count."""
+    torch.set_num_threads(1)
+    bagua.torch.init()
+    comm = MPI.COMM_WORLD
+    results = {}
+    # Idleness first: a peer's threads in this process are not ours to answer for.
+    for name in sorted(names, key=lambda name: name != "idle"):
+        peers = {} if name == "idle" else peers_once(comm)
+        mine = CASES[name](peers, lambda: bagua.torch.barrier(), quick)
+        everyone = comm.allgather(mine)
+        results[name] = {
+            system: max((figures[system] for figures in everyone), key=lambda f: f["median_s"])
+            for system in mine
+        }
+    return results
+
+
+_peers: dict[str, Any] = {}
+
+
+def peers_once(comm: MPI.Comm) -> dict[str, Any]:
+    if not _peers:
+        _peers.update(all_peers(comm))
+    return _peers

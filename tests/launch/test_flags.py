@@ -1,0 +1,145 @@
+"""Command lines as people write them, their config files, and what is refused."""
+
+import dataclasses
+import importlib.util
+import json
+import sys
+
+import pytest
+
+from bagua.common.config import Config
+from bagua.common.errors import UsageError
+from bagua.launch.flags import _NO_EFFECT, _NOT_YET, flag_environment, parse_command_line
+
+
+def refusal(*arguments):
+    with pytest.raises(UsageError) as caught:
+        parse_command_line(arguments)
+    return str(caught.value)
+
+
+def test_flags_end_where_the_program_begins():
+    options = parse_command_line(
+        ["-np", "4", "--verbose", "python", "-u", "x.py", "--verbose", "-np", "9"]
+    )
+    assert (options.num_proc, options.verbose) == (4, True)
+    assert options.command == ["python", "-u", "x.py", "--verbose", "-np", "9"]
+
+
+def test_two_dashes_end_the_flags():
+    assert parse_command_line(["-np=2", "--", "-strange"]).command == ["-strange"]
+
+
+def test_every_setting_is_a_flag():
+    for setting in dataclasses.fields(Config):
+        name = "--" + setting.name.replace("_", "-")
+        if isinstance(setting.default, bool):
+            no = name.replace("--", "--no-", 1)
+            assert parse_command_line([name, "x"]).settings == {setting.name: "true"}
+            assert parse_command_line([no, "x"]).settings == {setting.name: "false"}
+        else:
+            text = str(setting.default)
+            assert parse_command_line([name, text, "x"]).settings == {setting.name: text}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        (["--start-timeout", "9"], {"start_timeout_s": "9"}),
+        (["--network-interface", "lo"], {"network_interfaces": "lo"}),
+        (["--fusion-threshold-mb", "8"], {"fusion_mb": "8"}),
+        (["--stall-check-warning-time-seconds", "5"], {"stall_warn_s": "5"}),
+        (["--stall-check-shutdown-time-seconds", "6"], {"stall_fail_s": "6"}),
+        (["--no-stall-check"], {"stall_warn_s": "0"}),
+        (["--log-level", "FATAL"], {"log_level": "error"}),
+    ],
+)
+def test_familiar_names_of_settings(arguments, settings):
+    assert parse_command_line([*arguments, "x"]).settings == settings
+
+
+@pytest.mark.parametrize(("flag", "has_value", "why"), _NO_EFFECT)
+def test_flags_without_effect_are_accepted_and_say_so(flag, has_value, why):
+    options = parse_command_line([flag, *["1"] * has_value, "program"])
+    assert options.command == ["program"]
+    assert options.notes == ([f"{flag} has no effect: {why}"] if why else [])
+
+
+@pytest.mark.parametrize(("flag", "has_value", "why"), _NOT_YET)
+def test_flags_of_missing_features_are_refused(flag, has_value, why):
+    assert refusal(flag, *["1"] * has_value, "x") == f"{flag} is not in this version: {why}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--nump", "4"], "unknown flag --nump; did you mean '--num-proc'?"),
+        (["-np"], "flag -np needs a value"),
+        (["-np", "0"], "'0' is not a number of at least 1"),
+        (["--fusion-mb", "-3", "x"], "flag --fusion-mb: '-3' is not allowed"),
+        (["--allreduce", "rings", "x"], "did you mean 'ring'?"),
+        (["--bind-to", "heap", "x"], "heap"),
+    ],
+)
+def test_refusals(arguments, words):
+    assert words in refusal(*arguments)
+
+
+def test_environment(monkeypatch):
+    monkeypatch.setenv("HERE", "1")
+    options = parse_command_line(["-x", "HERE", "-x", "NEW=a=b", "--bucket-mb", "5", "x"])
+    assert flag_environment(options) == {"BAGUA_BUCKET_MB": "5", "HERE": "1", "NEW": "a=b"}
+    with pytest.raises(UsageError, match="no variable 'NOT_HERE'"):
+        flag_environment(parse_command_line(["-x", "NOT_HERE", "x"]))
+
+
+ENTRIES = {
+    "num_proc": 3,
+    "verbose": True,
+    "inline-drive": False,
+    "x": ["A=1", "B=2"],
+    "stall_check": {"warning_time_seconds": 5},
+    "params": {"fusion_threshold_mb": 8},
+}
+
+
+def check_entries(path):
+    options = parse_command_line(["--config-file", str(path), "--fusion-mb", "9", "x"])
+    assert (options.num_proc, options.verbose, options.environment) == (3, True, ["A=1", "B=2"])
+    assert options.settings == {"inline_drive": "false", "stall_warn_s": "5", "fusion_mb": "9"}
+
+
+def test_config_file_json(tmp_path):
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(ENTRIES))
+    check_entries(path)
+
+
+def test_config_file_toml(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(
+        'num_proc = 3\nverbose = true\ninline-drive = false\nx = ["A=1", "B=2"]\n'
+        "[stall_check]\nwarning_time_seconds = 5\n[params]\nfusion_threshold_mb = 8\n"
+    )
+    if sys.version_info >= (3, 11):
+        check_entries(path)
+    else:
+        assert "needs Python 3.11" in refusal("--config-file", str(path), "x")
+
+
+def test_config_file_yaml(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(ENTRIES))  # every JSON text is a YAML text
+    if importlib.util.find_spec("yaml"):
+        check_entries(path)
+    else:
+        assert "pip install pyyaml" in refusal("--config-file", str(path), "x")
+
+
+def test_config_file_refusals(tmp_path):
+    path = tmp_path / "job.json"
+    path.write_text('{"fusion-bm": 3}')
+    assert "did you mean '--fusion-mb'?" in refusal("--config-file", str(path), "x")
+    path.write_text("{")
+    assert str(path) in refusal("--config-file", str(path), "x")
+    assert "No such file" in refusal("--config-file", str(tmp_path / "none.json"), "x")

@@ -1,0 +1,131 @@
+"""What stands on the screen after ranks have written whole lines, pieces and progress bars."""
+
+import os
+
+import pytest
+
+from bagua.launch.output import STDERR, STDOUT, Output, Screen
+
+
+class Written:
+    """Screens over a pipe, and what has been written to them."""
+
+    def __init__(self, is_tty=False, rank_count=2, **options):
+        self._read, write = os.pipe()
+        os.set_blocking(self._read, False)
+        screen = Screen(write, is_tty, colour=False)
+        self.output = Output(rank_count, {STDOUT: screen, STDERR: screen}, **options)
+
+    def feed(self, rank, data, name=STDOUT):
+        self.output.feed(rank, name, data)
+
+    def take(self):
+        try:
+            return os.read(self._read, 1 << 16)
+        except BlockingIOError:
+            return b""
+
+
+def test_pieces_become_whole_lines():
+    written = Written()
+    written.feed(0, b"one ")
+    written.feed(1, b"two\nthr")
+    written.feed(0, b"line\n")
+    written.feed(1, b"ee\n\n")
+    assert written.take() == b"[1] two\n[0] one line\n[1] three\n[1] \n"
+
+
+def test_ranks_are_aligned():
+    written = Written(rank_count=11)
+    written.feed(3, b"x\n")
+    written.feed(10, b"y\n")
+    assert written.take() == b"[3]  x\n[10] y\n"
+
+
+def test_a_progress_bar_keeps_its_carriage_returns_in_a_log():
+    written = Written()
+    written.feed(0, b"\r10%")
+    written.feed(0, b"\r20%")
+    written.feed(0, b"\r20%\n")
+    assert written.take() == b"[0] 10%\r[0] 20%\n"
+
+
+def test_a_whole_line_ends_a_bar_in_a_log():
+    written = Written()
+    written.feed(0, b"\r10%")
+    written.feed(1, b"hello\n")
+    written.feed(0, b"\r20%")
+    assert written.take() == b"[0] 10%\n[1] hello\n[0] 20%"
+
+
+def test_a_whole_line_goes_above_a_bar_on_a_terminal():
+    written = Written(is_tty=True)
+    written.feed(0, b"\r10%")
+    written.feed(1, b"hello\n")
+    written.feed(0, b"\r20%")
+    assert written.take() == b"[0] 10%\r\x1b[K[1] hello\n[0] 10%\r\x1b[K[0] 20%"
+
+
+def test_a_lower_rank_takes_the_live_line():
+    written = Written(is_tty=True)
+    written.feed(1, b"\rb1")
+    written.feed(0, b"\ra1")
+    written.feed(1, b"\rb2")
+    assert written.take() == b"[1] b1\r\x1b[K[0] a1"
+
+
+def test_a_prompt_shows_after_a_moment_and_goes_on():
+    written = Written()
+    written.feed(0, b"name> ")
+    assert written.take() == b""
+    while written.output.show_waiting():
+        pass
+    assert written.take() == b"[0] name> "
+    written.feed(0, b"bob\n")
+    assert written.take() == b"bob\n"
+
+
+def test_unfinished_lines_end_with_the_job():
+    written = Written()
+    written.feed(0, b"no newline")
+    written.output.end()
+    assert written.take() == b"[0] no newline\n"
+
+
+def test_timestamps():
+    written = Written(timestamp=True)
+    written.feed(0, b"x\n")
+    day, clock, rest = written.take().split(b" ", 2)
+    assert (len(day), len(clock), rest) == (10, 12, b"[0] x\n")
+
+
+def test_files_hold_what_a_rank_wrote(tmp_path):
+    written = Written(folder=str(tmp_path))
+    written.feed(1, b"\r1%\r2%\n")
+    written.feed(1, b"oh\n", STDERR)
+    written.output.end()
+    assert (tmp_path / "rank.1" / "stdout").read_bytes() == b"\r1%\r2%\n"
+    assert (tmp_path / "rank.1" / "stderr").read_bytes() == b"oh\n"
+
+
+def test_the_tail_is_shown_unless_it_stands_there_already():
+    written = Written()
+    for number in range(40):
+        written.feed(1, b"line %d\n" % number)
+    written.take()
+    written.output.show_tail(1)
+    assert written.take() == b""
+    written.feed(0, b"other\n")
+    written.take()
+    written.output.show_tail(1)
+    lines = written.take().decode().splitlines()
+    assert lines[0] == "bagua-run: the last output of rank 1:"
+    assert lines[1:] == [f"[1] line {number}" for number in range(10, 40)]
+
+
+def test_a_reader_that_left_is_an_error():
+    read, write = os.pipe()
+    os.close(read)
+    screen = Screen(write, False, colour=False)
+    with pytest.raises(BrokenPipeError):
+        Output(1, {STDOUT: screen, STDERR: screen}).feed(0, STDOUT, b"x\n")

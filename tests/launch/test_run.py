@@ -1,0 +1,229 @@
+"""bagua-run itself, over real mpirun: exit codes, deaths, output, environment, stopping."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bagua.launch
+
+SOURCE = Path(bagua.launch.__file__).parents[2]
+RANK = "import os, sys, time, signal\nrank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
+TIMEOUT_S = 60
+# Shields itself from everything that can be shielded from.
+SLEEPER = (
+    "import signal, time; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]; time.sleep(100)"
+)
+
+
+def start(*arguments, environment=None):
+    variables = {**os.environ, "PYTHONPATH": str(SOURCE), **(environment or {})}
+    return subprocess.Popen(
+        [sys.executable, "-m", "bagua.launch", *map(str, arguments)],
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(*arguments, environment=None):
+    with start(*arguments, environment=environment) as job:
+        out, err = job.communicate(timeout=TIMEOUT_S)
+    return job.returncode, out, err
+
+
+def code(text):
+    return [sys.executable, "-c", RANK + text]
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_output_is_prefixed_and_keeps_its_stream():
+    result, out, err = run(
+        "-np", 2, *code("print('out', rank); print('err', rank, file=sys.stderr)")
+    )
+    assert result == 0
+    assert sorted(out.splitlines()) == ["[0] out 0", "[1] out 1"]
+    assert sorted(err.splitlines()) == ["[0] err 0", "[1] err 1"]
+
+
+def test_more_ranks_than_cores_and_a_working_mpi():
+    count = len(os.sched_getaffinity(0)) + 1
+    program = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1), MPI.COMM_WORLD.rank)"
+    result, out, _ = run("-np", count, *code(program))
+    assert result == 0
+    assert sorted(out.splitlines()) == sorted(f"[{rank}] {count} {rank}" for rank in range(count))
+
+
+def test_an_exit_code_ends_the_job_and_is_shown_last():
+    program = "print('bye', rank)\nif rank == 1: sys.exit(3)\ntime.sleep(100)"
+    result, out, err = run("-np", 2, *code(program))
+    assert result == 3
+    assert "[1] bye 1" in out
+    assert re.fullmatch(r"bagua-run: rank 1 on host \S+ exited with code 3", err.splitlines()[-1])
+    assert "[1] bye 1" in err.splitlines()[-2]
+    assert "prterun" not in err
+
+
+def test_a_signal_ends_the_job_and_all_descendants(tmp_path):
+    program = f"""
+import subprocess
+child = subprocess.Popen([sys.executable, "-c", {SLEEPER!r}], start_new_session=True)
+open({str(tmp_path)!r} + f"/{{rank}}", "w").write(str(child.pid))
+while len(os.listdir({str(tmp_path)!r})) < 2: time.sleep(0.01)
+if rank == 0: os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(100)
+"""
+    result, _, err = run("-np", 2, *code(program))
+    assert result == 128 + signal.SIGKILL
+    assert err.splitlines()[-1].endswith("was killed by signal 9 (SIGKILL)")
+    pids = [int((tmp_path / name).read_text()) for name in ("0", "1")]
+    assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_leaves_nothing_behind(number):
+    program = f"""
+import subprocess
+child = subprocess.Popen([sys.executable, "-c", {SLEEPER!r}])
+print("pids", os.getpid(), os.getppid(), child.pid)
+time.sleep(100)
+"""
+    with start("-np", 2, *code(program)) as job:
+        lines = [job.stdout.readline() for _ in range(2)]
+        job.send_signal(number)
+        _, err = job.communicate(timeout=TIMEOUT_S)
+    assert job.returncode == 128 + number
+    assert err.splitlines()[-1] == f"bagua-run: stopped by {signal.Signals(number).name}"
+    pids = [int(word) for line in lines for word in line.split()[2:]]
+    assert len(pids) == 6
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_second_interrupt_kills_at_once():
+    program = (
+        "[signal.signal(s, signal.SIG_IGN) for s in (2, 15)]; print(os.getpid()); time.sleep(99)"
+    )
+    with start("-np", 2, *code(program)) as job:
+        pids = [int(job.stdout.readline().split()[1]) for _ in range(2)]
+        job.send_signal(signal.SIGINT)
+        job.send_signal(signal.SIGINT)
+        job.communicate(timeout=TIMEOUT_S)
+    assert job.returncode == 128 + signal.SIGINT
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_survivors_go_on_when_fault_tolerant():
+    program = """
+import mpi4py; mpi4py.rc.finalize = False
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+world.Set_errhandler(MPI.ERRORS_RETURN)
+if rank == 1: os._exit(7)
+try: world.Barrier()
+except MPI.Exception as error: print("survived", error.Get_error_class() == MPI.ERR_PROC_FAILED)
+os._exit(int(sys.argv[1]))
+"""
+    result, out, err = run("-np", 3, "--fault-tolerant", *code(program), 0)
+    assert result == 0
+    assert sorted(out.splitlines()) == ["[0] survived True", "[2] survived True"]
+    assert "rank 1 on host" in err
+    assert "exited with code 7" in err
+
+
+def test_environment_and_settings_reach_the_ranks_and_our_own_variables_do_not():
+    program = (
+        "print({k: v for k, v in os.environ.items() if k.startswith('BAGUA_') or k == 'MINE'})"
+    )
+    result, out, _ = run("-np", 1, "-x", "MINE=a b", "--fusion-mb", 3, *code(program))
+    assert result == 0
+    assert out == "[0] {'MINE': 'a b', 'BAGUA_FUSION_MB': '3'}\n"
+
+
+def test_output_filename(tmp_path):
+    result, out, _ = run(
+        "-np", 2, "--output-filename", tmp_path / "logs", *code("print('hi', rank)")
+    )
+    assert result == 0
+    assert "[1] hi 1" in out
+    assert (tmp_path / "logs" / "rank.1" / "stdout").read_text() == "hi 1\n"
+
+
+def test_a_large_output_arrives_whole():
+    result, out, _ = run(
+        "-np", 2, *code("for i in range(20000): sys.stdout.write(f'{rank} {i}\\n')")
+    )
+    assert result == 0
+    for rank in (0, 1):
+        mine = [line for line in out.splitlines() if line.startswith(f"[{rank}]")]
+        assert mine == [f"[{rank}] {rank} {i}" for i in range(20000)]
+
+
+def test_dry_run_prints_a_command_that_runs():
+    result, out, _ = run("-np", 2, "--dry-run", *code("print('it is', rank)"))
+    assert result == 0
+    copied = subprocess.run(shlex.split(out), capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert sorted(copied.stdout.splitlines()) == ["it is 0", "it is 1"]
+
+
+def test_usage_errors_say_one_line_and_exit_2():
+    result, out, err = run("-np", 2, "no-such-program")
+    assert (result, out, err) == (2, "", "bagua-run: there is no program no-such-program\n")
+
+
+def test_bad_settings_are_told_once_before_the_start():
+    result, _, err = run("-np", 2, "true", environment={"BAGUA_FUSION_BM": "3"})
+    assert result == 2
+    assert "did you mean 'BAGUA_FUSION_MB'?" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_importing_the_launcher_loads_neither_torch_nor_mpi():
+    program = "import sys, bagua.launch.run; print({'torch', 'mpi4py', 'numpy'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=SOURCE, check=True
+    )
+    assert done.stdout == "set()\n"
+
+
+def test_check_build_is_a_checklist():
+    result, out, _ = run("--check-build")
+    built = re.search(r"\[(.)\] extension", out)
+    assert result == (0 if built[1] == "X" else 1)
+    assert "[X] mpirun" in out
+    assert "[X] mpi4py" in out
+    if built[1] == "X":
+        assert "Transports:" in out
+        assert "[X] mpi" in out
+    else:
+        assert "pip install ." in out
+
+
+def test_a_closed_output_ends_the_job():
+    with start("-np", 2, "yes") as job:
+        assert job.stdout.readline() in ("[0] y\n", "[1] y\n")
+        job.stdout.close()
+        assert job.wait(TIMEOUT_S) == 128 + signal.SIGPIPE
+
+
+def test_ranks_that_never_start_are_named(tmp_path):
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo "(Open MPI) 5.0" || exec sleep 100\n'
+    )
+    mpirun.chmod(0o755)
+    result, _, err = run("-np", 2, "--mpirun", mpirun, "--start-timeout", 0.3, "true")
+    assert result == 1
+    assert "2 of 2 ranks have not started within 0.3 s: 0, 1" in err
