@@ -78,7 +78,10 @@ class CMakeBuild(build_ext):
         jobs = ["--parallel", str(self.parallel or os.cpu_count() or 1)]
         subprocess.run([cmake, "--build", build_dir, *jobs], check=True)
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(build_dir / target.name, target)
+        # Replaced, not overwritten: a process that has the old one mapped keeps it.
+        fresh = target.with_suffix(".new")
+        shutil.copyfile(build_dir / target.name, fresh)
+        fresh.replace(target)
 
     def configure(self, cmake: str, build_dir: Path, wrapper: Path) -> None:
         import pybind11

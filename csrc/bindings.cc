@@ -307,5 +307,7 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("begins", &Bucket::begins)
       .def("ready", &Bucket::ready)
       .def("missing", &Bucket::missing)
-      .def("launch", [](Bucket& b) { return PyHandle{b.engine(), b.launch()}; });
+      .def("launch", [](Bucket& b, int urgency) {
+        return PyHandle{b.engine(), b.launch(static_cast<Engine::Urgency>(urgency))};
+      });
 }

@@ -11,11 +11,14 @@ from bagua.common.errors import UsageError
 class Handle:
     """What the asynchronous operations return; give it to `synchronize` exactly once."""
 
-    __slots__ = ("_core", "_finish")
+    __slots__ = ("_core", "_finish", "_result")
 
-    def __init__(self, core_handle: Any, finish: Optional[Callable[[Any], Any]]) -> None:
+    def __init__(
+        self, core_handle: Any, finish: Optional[Callable[[Any], Any]], result: Any = None
+    ) -> None:
         self._core = core_handle
         self._finish = finish
+        self._result = result  # where `finish` has nothing to do
 
     def poll(self) -> bool:
         """Whether the operation is done; never blocks."""
@@ -29,7 +32,7 @@ class Handle:
         core_handle.wait()
         self._core = None
         finish, self._finish = self._finish, None
-        return finish(core_handle) if finish else None
+        return finish(core_handle) if finish else self._result
 
 
 def poll(handle: Handle) -> bool:

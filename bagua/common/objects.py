@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ _UNPICKLABLE = -1
 def broadcast_object(
     obj: Any = None,
     root_rank: int = 0,
-    name: Optional[str] = None,
+    name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """The root's object on every rank; what the others pass is ignored.
@@ -43,20 +43,24 @@ def broadcast_object(
     payload = np.zeros(1 << max(nbytes - 1, 0).bit_length(), np.uint8)
     payload[: len(data)] = np.frombuffer(data, np.uint8)
     numpy_ops.broadcast_(payload, root_rank, name and f"{name}.data", process_set)
-    return obj if is_root else pickle.loads(memoryview(payload)[:nbytes])
+    return obj if is_root else pickle.loads(payload.data[:nbytes])
 
 
 def broadcast_object_fn(
     root_rank: int = 0,
-    name: Optional[str] = None,
+    name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
     """`broadcast_object` with everything but the object already given."""
-    return lambda obj=None: broadcast_object(obj, root_rank, name, process_set)
+
+    def broadcast(obj: Any = None) -> Any:
+        return broadcast_object(obj, root_rank, name, process_set)
+
+    return broadcast
 
 
 def allgather_object(
-    obj: Any, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """Every rank's object, in rank order."""
     data, problem = _pickled(obj)
@@ -69,12 +73,10 @@ def allgather_object(
             "pickled, or that rank has joined" + (f": {problem}" if problem else "")
         ) from problem
     ends = np.cumsum(rows)
-    return [
-        pickle.loads(memoryview(gathered)[end - nbytes : end]) for end, nbytes in zip(ends, rows)
-    ]
+    return [pickle.loads(gathered.data[end - nbytes : end]) for end, nbytes in zip(ends, rows)]
 
 
-def _pickled(obj: Any) -> tuple[bytes, Optional[Exception]]:
+def _pickled(obj: Any) -> tuple[bytes, Exception | None]:
     """The pickle, or nothing and the reason."""
     try:
         return pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), None

@@ -58,9 +58,19 @@ class Operations:
         urgency: Urgency = Urgency.SOON,
     ) -> Handle:
         """Like `allreduce_async`, in place."""
+        op = reduce_op(op, average)
         scales = (prescale_factor, postscale_factor)
-        handle = self._reduce([tensor], name, average, op, scales, process_set, urgency, True)
-        return _only(handle)
+        source = self._arrays.contiguous(tensor)
+        if source is not tensor:
+            handle = self._reduce([tensor], name, None, op, scales, process_set, urgency, True)
+            return _only(handle)
+        # The way of gradients: hundreds in a row, so nothing is built that they do not need.
+        self._arrays.check_writable(tensor)
+        pairs = ((source, source),)
+        core_handle = self._submit(
+            Kind.ALLREDUCE, pairs, name, process_set, urgency, op, scales=scales
+        )
+        return Handle(core_handle, None, tensor)
 
     def allreduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """The reduction of `tensor` over all ranks of the set; Average unless `op` says otherwise.
@@ -454,6 +464,8 @@ def reduce_op(op: Optional[Union[ReduceOp, int]], average: Optional[bool] = None
             raise UsageError("give either op or average (deprecated), not both")
         warnings.warn("average= is deprecated; use op=Average or op=Sum", FutureWarning, 3)
         return ReduceOp.Average if average else ReduceOp.Sum
+    if type(op) is ReduceOp:
+        return op
     return ReduceOp.Average if op is None else ReduceOp(op)
 
 

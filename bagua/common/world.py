@@ -100,6 +100,7 @@ class World:
 _world: Optional[World] = None
 _exit_hook_installed = False
 _failure_at_stop: Optional[str] = None
+_uncaught = False
 
 
 def init(
@@ -118,7 +119,7 @@ def init(
     config = Config.resolve(**settings)
     _world = World(_communicator(comm), config)
     if not _exit_hook_installed:
-        atexit.register(_leave)
+        _install_exit_hooks()
         _exit_hook_installed = True
     if process_sets is not None and not isinstance(process_sets, str):
         for process_set in process_sets:
@@ -247,7 +248,7 @@ def _communicator(comm: Communicator) -> MPI.Comm:
 
 
 def _private_copy(comm: MPI.Comm, timeout_s: float) -> MPI.Comm:
-    copy = comm.Get_attr(_PRIVATE_COPY)
+    copy: Any = comm.Get_attr(_PRIVATE_COPY)
     if copy is None:
         # The copy is made together; a rank that never comes must not hang the others for ever.
         arrival = comm.Ibarrier()
@@ -261,6 +262,7 @@ def _private_copy(comm: MPI.Comm, timeout_s: float) -> MPI.Comm:
             time.sleep(0.001)
         copy = comm.Dup()
         comm.Set_attr(_PRIVATE_COPY, copy)
+    assert isinstance(copy, MPI.Comm)
     return copy
 
 
@@ -291,12 +293,29 @@ def _usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def _install_exit_hooks() -> None:
+    previous = sys.excepthook
+
+    def note_uncaught(kind: Any, error: Any, trace: Any) -> None:
+        global _uncaught
+        _uncaught = True
+        previous(kind, error, trace)
+
+    sys.excepthook = note_uncaught
+    atexit.register(_leave)
+
+
 def _leave() -> None:
-    """The one way out. After a failure MPI_Finalize could wait for the dead, so it is skipped."""
+    """The one way out.
+
+    MPI_Finalize waits for every rank. After a failure, or when this rank ends by an exception and
+    the others do not know yet, that could be for ever, so it is skipped.
+    """
     shutdown()
-    if _failure_at_stop is None:
+    if _failure_at_stop is None and not _uncaught:
         return
-    print(f"bagua: leaving without MPI_Finalize after a failure: {_failure_at_stop}", file=sys.stderr)
+    if not _uncaught:
+        print(f"bagua: this job failed: {_failure_at_stop}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

@@ -10,7 +10,7 @@ is the same on all ranks if their graphs are.
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
@@ -58,7 +58,7 @@ class Allgather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        results = []
+        results: list[Any] = []
         for i, (grad, shape, rows) in enumerate(zip(grads, ctx.shapes, ctx.rows)):
             if not _is_wanted(grad):
                 results.append(None)
@@ -147,7 +147,7 @@ def _check_linear(kind: str, op: Any) -> None:
         )
 
 
-def _grad_name(name: Optional[str], index: Optional[int] = None) -> Optional[str]:
+def _grad_name(name: str | None, index: int | None = None) -> str | None:
     if not name:
         return None
     return f"{name}.grad" if index is None else f"{name}.grad.{index}"

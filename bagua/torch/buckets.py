@@ -13,7 +13,7 @@ import torch
 
 from bagua.algorithms import Algorithm, BucketInfo
 from bagua.common.core import core
-from bagua.common.kinds import DTYPE_NUMBER, ReduceOp
+from bagua.common.kinds import DTYPE_NUMBER, ReduceOp, Urgency
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
 
@@ -74,12 +74,12 @@ class Bucket:
             slot.bucket, slot.index = self, index
             slot.view = _view_like(flat[begin : begin + slot.param.numel()], slot.param)
 
-    def launch(self) -> None:
-        """Starts the exchange; the arena must not be touched until `wait`."""
+    def launch(self, urgency: Urgency = Urgency.NOW) -> None:
+        """Starts the exchange; the arena must not be touched until `deliver`."""
         self.stale = False
         with torch.no_grad():
             self._gather()
-        self.handle = self.arena.launch()
+        self.handle = self.arena.launch(urgency)
 
     def _gather(self) -> None:
         """Brings gradients that autograd put elsewhere into the arena; none means zeros."""

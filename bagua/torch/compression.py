@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Optional
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,7 +14,7 @@ class Compressor:
     makes sense.
     """
 
-    wire_dtype: ClassVar[Optional[torch.dtype]] = None
+    wire_dtype: ClassVar[torch.dtype | None] = None
     # False for those below, which a bucket carries out by itself as a cast to `wire_dtype`.
     custom: ClassVar[bool] = True
 

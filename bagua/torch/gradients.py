@@ -17,7 +17,7 @@ import torch
 
 from bagua.algorithms import Algorithm, find
 from bagua.common.errors import UsageError
-from bagua.common.kinds import ReduceOp
+from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.objects import allgather_object, broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
@@ -70,6 +70,7 @@ class Gradients:
         self._passes = 0  # backward passes that only accumulated
         self._in_backward = False
         self._silent = False  # this pass only accumulates
+        self._launched = 0  # buckets, in this pass
         self._exchanged = False  # since the last step
         self._unshared = False  # local gradients that no exchange has seen
         self._agreed_on_sparse = False
@@ -97,11 +98,19 @@ class Gradients:
             if bucket.handle is not None:
                 bucket.stale = True  # a second contribution in one backward: launch once more
             elif bucket.ready(slot.index):
-                bucket.launch()
+                self._launched += 1
+                # Backward is about to end with the last one, and its end to wait and drive.
+                last = self._launched == len(self._buckets)
+                bucket.launch(Urgency.SOON if last else Urgency.NOW)
 
         return ready
 
     def _begin_backward(self) -> None:
+        if self._exchanged and any(bucket.sums_again() for bucket in self._buckets):
+            raise UsageError(
+                "backward ran twice before step(), on top of gradients that are sums over ranks "
+                "already; use backward_passes_per_step, no_sync(), zero_grad() or op=Average"
+            )
         self._in_backward = True
         self._unshared = True
         self._silent = self.paused or self._passes + 1 < self.passes_per_step
@@ -118,18 +127,12 @@ class Gradients:
 
     def _exchange(self) -> None:
         """Launches what is not under way, waits for everything, delivers."""
-        if self._exchanged and any(bucket.sums_again() for bucket in self._buckets):
-            self._reset()
-            raise UsageError(
-                "backward ran twice before step(), on top of gradients that are sums over ranks "
-                "already; use backward_passes_per_step, no_sync(), zero_grad() or op=Average"
-            )
         try:
             self._find_sparse()
             self._loose.launch()
             for bucket in self._buckets:
                 if bucket.handle is None:
-                    bucket.launch()
+                    bucket.launch(Urgency.WAITED)
             for bucket in self._buckets:
                 bucket.deliver()
             self._loose.deliver()
@@ -142,14 +145,13 @@ class Gradients:
         """Forgets what a pass has begun, also after an error in the middle of it."""
         self._in_backward = False
         self._passes = 0
+        self._launched = 0
         for bucket in self._buckets:
             bucket.handle, bucket.stale = None, False
 
     def synchronize(self) -> None:
         """Exchanges unless everything there is has been exchanged."""
-        self.refresh()
-        if self._in_backward:
-            self._abandon_backward()
+        self.look_again()
         if self._unshared or not self._exchanged:
             self._exchange()
 
@@ -159,7 +161,7 @@ class Gradients:
         self._exchanged = False
         self._unshared = False
         self._passes = 0
-        if self._order:
+        if self._order is not None:
             self._learn_order()
         elif self._rebuild_due:
             self._rebuild([[slot for bucket in self._buckets for slot in bucket.slots]])
@@ -173,6 +175,12 @@ class Gradients:
         self._reset()
 
     # ---- which parameters, in which buckets ----------------------------------------------------
+
+    def look_again(self) -> None:
+        """Notices what happened behind our back: a backward that failed, other parameters."""
+        if self._in_backward:
+            self._abandon_backward()
+        self.refresh()
 
     def refresh(self) -> None:
         """Notices parameters that were added, frozen or thawed since the last look."""
@@ -234,7 +242,7 @@ class Gradients:
 
     def _learn_order(self) -> None:
         """Lays the buckets out anew in the order in which the first rank's gradients came."""
-        order = list(dict.fromkeys(self._order or ()))
+        order = list(dict.fromkeys(self._order or []))
         self._order = None
         names = broadcast_object(
             [slot.name for slot in order], self._process_set.ranks[0], process_set=self._process_set

@@ -7,7 +7,7 @@ all others are those of `bagua.common.operations`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
@@ -26,13 +26,13 @@ Tensors = Sequence[torch.Tensor]
 class TorchOperations(Operations):
     """Collective operations on torch tensors."""
 
-    def allreduce(  # type: ignore[override]  # Horovod has compression in the middle
+    def allreduce(  # Horovod has compression in the middle
         self,
         tensor: torch.Tensor,
-        average: Optional[bool] = None,
-        name: Optional[str] = None,
+        average: bool | None = None,
+        name: str | None = None,
         compression: Any = Compression.none,
-        op: Optional[ReduceOp] = None,
+        op: ReduceOp | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
@@ -47,13 +47,13 @@ class TorchOperations(Operations):
         )
         return results[0]
 
-    def grouped_allreduce(  # type: ignore[override]
+    def grouped_allreduce(
         self,
         tensors: Tensors,
-        average: Optional[bool] = None,
-        name: Optional[str] = None,
+        average: bool | None = None,
+        name: str | None = None,
         compression: Any = Compression.none,
-        op: Optional[ReduceOp] = None,
+        op: ReduceOp | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
@@ -70,10 +70,10 @@ class TorchOperations(Operations):
             ).wait()
         return [compression.decompress(result, ctx) for result, ctx in zip(results, ctxs)]
 
-    def allgather(  # type: ignore[override]
+    def allgather(
         self,
         tensor: torch.Tensor,
-        name: Optional[str] = None,
+        name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> Any:
         """Every rank's rows below each other, in rank order; the number of rows may differ.
@@ -82,10 +82,10 @@ class TorchOperations(Operations):
         """
         return self.grouped_allgather([tensor], name, process_set)[0]
 
-    def grouped_allgather(  # type: ignore[override]
+    def grouped_allgather(
         self,
         tensors: Tensors,
-        name: Optional[str] = None,
+        name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> list[Any]:
         """`allgather` of several tensors, exchanged as one request. Differentiable."""
@@ -94,11 +94,11 @@ class TorchOperations(Operations):
         handle = self.grouped_allgather_async(tensors, name, process_set, urgency=Urgency.WAITED)
         return list(handle.wait())
 
-    def broadcast(  # type: ignore[override]
+    def broadcast(
         self,
         tensor: torch.Tensor,
         root_rank: int,
-        name: Optional[str] = None,
+        name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> Any:
         """The root's tensor, on every rank. `root_rank` is a rank of the world, in a set too.
@@ -110,11 +110,11 @@ class TorchOperations(Operations):
         handle = self.broadcast_async(tensor, root_rank, name, process_set, urgency=Urgency.WAITED)
         return handle.wait()
 
-    def alltoall(  # type: ignore[override]
+    def alltoall(
         self,
         tensor: torch.Tensor,
-        splits: Optional[Any] = None,
-        name: Optional[str] = None,
+        splits: Any | None = None,
+        name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> Any:
         """Row blocks from every rank, in rank order; with `splits` also how many came from each.
@@ -126,12 +126,12 @@ class TorchOperations(Operations):
         handle = self.alltoall_async(tensor, splits, name, process_set, urgency=Urgency.WAITED)
         return handle.wait()
 
-    def reducescatter(  # type: ignore[override]
+    def reducescatter(
         self,
         tensor: torch.Tensor,
-        name: Optional[str] = None,
+        name: str | None = None,
         compression: Any = Compression.none,
-        op: Optional[ReduceOp] = None,
+        op: ReduceOp | None = None,
         process_set: ProcessSet = global_process_set,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
@@ -144,12 +144,12 @@ class TorchOperations(Operations):
         results = self.grouped_reducescatter([tensor], name, compression, op, process_set, *scales)
         return results[0]
 
-    def grouped_reducescatter(  # type: ignore[override]
+    def grouped_reducescatter(
         self,
         tensors: Tensors,
-        name: Optional[str] = None,
+        name: str | None = None,
         compression: Any = Compression.none,
-        op: Optional[ReduceOp] = None,
+        op: ReduceOp | None = None,
         process_set: ProcessSet = global_process_set,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
@@ -169,8 +169,8 @@ class TorchOperations(Operations):
     def sparse_allreduce_async(
         self,
         tensor: torch.Tensor,
-        name: Optional[str] = None,
-        op: Optional[ReduceOp] = None,
+        name: str | None = None,
+        op: ReduceOp | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> sparse.SparseHandle:
         """Starts reducing a sparse COO tensor; the result is one too, not coalesced."""

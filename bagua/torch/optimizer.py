@@ -91,7 +91,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._gradients.refresh()
+        self._gradients.look_again()
         self.inner.zero_grad(set_to_none)
 
     def synchronize(self) -> None:

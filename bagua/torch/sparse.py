@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
@@ -32,7 +32,7 @@ class SparseHandle:
 
 
 def sparse_allreduce_async(
-    ops: Any, tensor: Any, name: Optional[str], op: Optional[ReduceOp], process_set: ProcessSet
+    ops: Any, tensor: Any, name: str | None, op: ReduceOp | None, process_set: ProcessSet
 ) -> SparseHandle:
     """Gathers everyone's entries; equal indices are summed when the result is coalesced."""
     op = Average if op is None else ReduceOp(op)

@@ -7,7 +7,7 @@ Computing Sample Variances, 1979). Backward sums two values per channel over the
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -29,7 +29,7 @@ class SyncBatchNorm(_BatchNorm):
         self,
         num_features: int,
         eps: float = 1e-5,
-        momentum: Optional[float] = 0.1,
+        momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
         process_set: ProcessSet = global_process_set,
@@ -60,18 +60,19 @@ class SyncBatchNorm(_BatchNorm):
         output, mean, variance, count = _Normalize.apply(
             input, self.weight, self.bias, self.eps, self.process_set
         )
-        if self.training and self.running_mean is not None:
+        if self.training and self.track_running_stats:
             self._track(mean, variance * (count / (count - 1)))
         return output
 
     def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
         """Moves the running statistics; without a momentum they are the average over all steps."""
-        self.num_batches_tracked.add_(1)
-        factor = self.momentum
-        if factor is None:
-            factor = 1.0 / float(self.num_batches_tracked)
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
+        steps, running = self.num_batches_tracked, (self.running_mean, self.running_var)
+        assert steps is not None
+        steps.add_(1)
+        factor = 1.0 / float(steps) if self.momentum is None else self.momentum
+        for statistic, value in zip(running, (mean, variance)):
+            assert statistic is not None
+            statistic.lerp_(value.to(statistic.dtype), factor)
 
     @classmethod
     def convert_sync_batchnorm(

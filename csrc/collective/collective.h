@@ -15,7 +15,7 @@ namespace bagua {
 // nothing. Each borrower names a lane, so that two users in one exchange do not collide.
 class Scratch {
  public:
-  enum Lane { kFusion, kReceive, kLanes };
+  enum Lane { kFusion, kReceive, kCounts, kLanes };
   char* get(Lane lane, size_t nbytes);
 
  private:

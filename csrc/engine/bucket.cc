@@ -52,7 +52,7 @@ bool Bucket::ready(int slot) {
   return --left_ == 0;
 }
 
-HandlePtr Bucket::launch() {
+HandlePtr Bucket::launch(Engine::Urgency urgency) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     std::fill(is_ready_.begin(), is_ready_.end(), false);
@@ -65,7 +65,7 @@ HandlePtr Bucket::launch() {
   request->description = description_;
   request->parts = parts_;
   request->keepalive = arena_;
-  return engine_->submit(std::move(request), Engine::Urgency::kNow);
+  return engine_->submit(std::move(request), urgency);
 }
 
 std::vector<int> Bucket::missing() const {

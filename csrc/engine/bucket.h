@@ -31,7 +31,7 @@ class Bucket {
   // Slots not ready since the last launch.
   std::vector<int> missing() const;
   // Starts the exchange of the whole arena and counts anew.
-  HandlePtr launch();
+  HandlePtr launch(Engine::Urgency urgency);
 
  private:
   void add_part(int64_t begin, int64_t count);

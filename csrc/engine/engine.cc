@@ -127,6 +127,7 @@ bool Engine::wait(const Handle& handle, double timeout_s) {
       driven_ = true;
       lock.unlock();
       channel_->hush(true);
+      caller_drives_ = true;
       drive(&handle, deadline_s);
       const bool more = anything_open();
       channel_->hush(false);
@@ -167,6 +168,7 @@ void Engine::coordinate() {
     driven_ = true;
     const bool stopping = stopping_;
     lock.unlock();
+    caller_drives_ = false;
     drive(nullptr, 0);
     const bool through = stopping && try_stop();
     const bool watchful =
@@ -342,7 +344,14 @@ void Engine::decide() {
 
 void Engine::apply(const Decision& decision) {
   Set& set = sets_.at(decision.set);
+  std::vector<Entry> forgotten;
   for (const auto& definition : decision.definitions) {
+    if (definition.id == Decision::kForgotten) {
+      Entry entry{definition.name, Description::decode(definition.description), 0, nullptr};
+      entry.nbytes = nbytes_of(entry.description);
+      forgotten.push_back(std::move(entry));
+      continue;
+    }
     if (static_cast<size_t>(definition.id) >= set.entries.size())
       set.entries.resize(static_cast<size_t>(definition.id) + 1);
     Entry& entry = set.entries[static_cast<size_t>(definition.id)];
@@ -359,9 +368,9 @@ void Engine::apply(const Decision& decision) {
     const auto known = set.by_name.find(rejection.key.name);
     const int32_t id = rejection.key.seq == 0 && known != set.by_name.end() ? known->second : -1;
     if (const RequestPtr request = take_open(set, id, rejection.key))
-      complete(request, make_failure(rejection.kind, rejection.text));
+      complete({request}, make_failure(rejection.kind, rejection.text));
   }
-  run_agreed(decision.set, decision.agreed);
+  run_agreed(decision.set, decision.agreed, forgotten);
   if (decision.last_joined >= 0) finish_join(decision.set, decision.last_joined);
 }
 
@@ -377,12 +386,16 @@ RequestPtr Engine::take_open(Set& set, int32_t id, const Key& key) {
   return request;
 }
 
-void Engine::run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed) {
+void Engine::run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed,
+                        const std::vector<Entry>& forgotten) {
   Set& set = sets_.at(id);
   std::vector<RequestPtr> requests;
   std::vector<Candidate> candidates;
+  auto next_forgotten = forgotten.begin();
   for (const auto& item : agreed) {
-    Entry& entry = set.entries[static_cast<size_t>(item.id)];
+    const Entry& entry = item.id == Decision::kForgotten
+                             ? *next_forgotten++
+                             : set.entries[static_cast<size_t>(item.id)];
     RequestPtr request = take_open(set, item.id, {item.seq ? "" : entry.name, item.seq});
     if (!request) request = stand_in(set, entry);
     requests.push_back(request);
@@ -401,10 +414,10 @@ void Engine::exchange(const Set& set, const std::vector<RequestPtr>& requests) {
   Group group(*transport_, *waiter_, set.ranks, set.me);
   run_special(*requests[0]);
   run_exchange(requests, group, set.ranks,
-               {scratch_, config_.allreduce, config_.fusion_nbytes});
+               {*scratch_, config_.allreduce, config_.fusion_nbytes});
   sent_nbytes_ += group.sent_nbytes();
   ++exchange_count_;
-  for (const RequestPtr& request : requests) complete(request, nullptr);
+  complete(requests, nullptr);
 }
 
 // A rank that has joined contributes nothing: zeros, or no rows.
@@ -451,21 +464,23 @@ void Engine::finish_join(int32_t id, int last_joined) {
   }
   if (!set.joining) return;
   set.joining->handle->value = last_joined;
-  complete(std::exchange(set.joining, nullptr), nullptr);
+  complete({std::exchange(set.joining, nullptr)}, nullptr);
 }
 
-void Engine::complete(const RequestPtr& request, FailurePtr failure) {
-  --open_count_;
+void Engine::complete(const std::vector<RequestPtr>& requests, const FailurePtr& failure) {
   open_since_s_ = now_s();
-  if (failure) request->handle->outputs.clear();
-  request->handle->failure_ = std::move(failure);
-  request->keepalive.reset();
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!request->name.empty()) {
-    const auto door = doors_.find(request->set);
-    if (door != doors_.end()) door->second.names.erase(request->name);
+  open_count_ -= static_cast<int64_t>(requests.size());
+  for (const RequestPtr& request : requests) {
+    if (failure) request->handle->outputs.clear();
+    request->handle->failure_ = failure;
+    request->keepalive.reset();
   }
-  request->handle->done_.store(true, std::memory_order_release);
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const RequestPtr& request : requests) {
+    const auto door = doors_.find(request->set);
+    if (!request->name.empty() && door != doors_.end()) door->second.names.erase(request->name);
+    request->handle->done_.store(true, std::memory_order_release);
+  }
   if (waiting_ > 0) changed_.notify_all();
 }
 

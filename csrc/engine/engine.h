@@ -111,12 +111,13 @@ class Engine {
   void decide();
   void apply(const Decision& decision);
   RequestPtr take_open(Set& set, int32_t id, const Key& key);
-  void run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed);
+  void run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed,
+                  const std::vector<Entry>& forgotten);
   void exchange(const Set& set, const std::vector<RequestPtr>& requests);
   RequestPtr stand_in(const Set& set, const Entry& entry);
   void run_special(Request& request);
   void finish_join(int32_t id, int last_joined);
-  void complete(const RequestPtr& request, FailurePtr failure);
+  void complete(const std::vector<RequestPtr>& requests, const FailurePtr& failure);
   bool anything_open() const { return open_count_ > 0; }
   std::string name_of(int rank) const;
 
@@ -129,6 +130,7 @@ class Engine {
   void check_progress(double waited_s, double& warned_s);
   FailurePtr verdict_on(FailurePtr failure);
   void poison(FailurePtr failure);
+  void let_go_of_exchange();
   void fail_everything(const FailurePtr& failure);
   bool try_stop();
 
@@ -143,7 +145,7 @@ class Engine {
   std::unique_ptr<Ledger> ledger_;  // rank 0 only
   Liveness liveness_;
   std::unique_ptr<Waiter> waiter_;
-  Scratch scratch_;
+  std::unique_ptr<Scratch> scratch_ = std::make_unique<Scratch>();
   std::map<int32_t, Set> sets_;
   int32_t next_set_ = 1;
   std::vector<Message> inbox_;
@@ -156,6 +158,7 @@ class Engine {
   std::vector<RequestPtr> exchanging_;  // agreed, perhaps not yet done
   std::vector<bool> left_;              // by rank: shut down or gone, as far as this rank hears
   bool stopping_now_ = false;
+  bool caller_drives_ = false;  // a waiting thread does, not the coordination thread
 
   std::mutex mutex_;
   std::condition_variable changed_;  // a handle is done, or nobody drives

@@ -158,8 +158,21 @@ void Engine::poison(FailurePtr failure) {
     const bool connected = rank != rank_ && (rank == 0 || rank_ == 0);
     if (connected && !left_[static_cast<size_t>(rank)]) channel_->send(rank, fault);
   }
-  transport_->abort();
+  let_go_of_exchange();
   fail_everything(failure);
+}
+
+// Messages of a broken exchange may still be read or written by the transport, whenever anybody
+// lets MPI make progress. Nobody can say when they are done, so their memory is never freed.
+void Engine::let_go_of_exchange() {
+  if (transport_->abort()) return;
+  auto* kept = new std::vector<std::shared_ptr<void>>;
+  for (const RequestPtr& request : exchanging_) {
+    kept->push_back(request->keepalive);
+    for (const Output& output : request->handle->outputs) kept->push_back(output.data);
+  }
+  scratch_.release();
+  scratch_ = std::make_unique<Scratch>();
 }
 
 // Every open request gets the failure, also those nobody has looked at yet.
@@ -182,8 +195,10 @@ void Engine::fail_everything(const FailurePtr& failure) {
   }
   open.insert(open.end(), exchanging_.begin(), exchanging_.end());
   exchanging_.clear();
-  for (const RequestPtr& request : open)
-    if (!request->handle->done()) complete(request, failure);
+  open.erase(std::remove_if(open.begin(), open.end(),
+                            [](const RequestPtr& request) { return request->handle->done(); }),
+             open.end());
+  complete(open, failure);
   open_count_ = 0;
   decisions_.clear();
 }

@@ -24,10 +24,14 @@ void EngineWaiter::pause() {
   const double now = now_s();
   if (began_s_ == 0) began_s_ = warned_s_ = now;
   const double waited_us = (now - began_s_) * 1e6;
-  if (waited_us < engine_.config_.spin_us) return cpu_relax();
-  if (waited_us < engine_.config_.spin_us + kYieldUs) {
-    ::sched_yield();
-    return;
+  // A thread that has nothing else to do may spin. The coordination thread must not: the model
+  // computes meanwhile, perhaps on this core.
+  if (engine_.caller_drives_) {
+    if (waited_us < engine_.config_.spin_us) return cpu_relax();
+    if (waited_us < engine_.config_.spin_us + kYieldUs) {
+      ::sched_yield();
+      return;
+    }
   }
   pauses_ = kPausesPerLook - 1;  // from here on every pause is a nap
   engine_.receive(kNapUs);

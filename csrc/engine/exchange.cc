@@ -44,8 +44,9 @@ std::vector<Tensor> tensors_by_dtype(const std::vector<RequestPtr>& requests) {
       ++part;
     });
   }
-  std::stable_sort(tensors.begin(), tensors.end(),
-                   [](const Tensor& a, const Tensor& b) { return a.dtype < b.dtype; });
+  const auto by_dtype = [](const Tensor& a, const Tensor& b) { return a.dtype < b.dtype; };
+  if (!std::is_sorted(tensors.begin(), tensors.end(), by_dtype))
+    std::stable_sort(tensors.begin(), tensors.end(), by_dtype);
   return tensors;
 }
 
@@ -124,18 +125,24 @@ void exchange_broadcast(const std::vector<RequestPtr>& requests, Group& group,
 }
 
 // Lets every rank know what the others will send: `in` has one number per rank and tensor for an
-// alltoall, one per tensor for an allgather.
+// alltoall, one per tensor for an allgather. The memory is the engine's, as that of all messages:
+// after a failure one of them may still be under way.
 std::vector<int64_t> exchange_counts(OpKind kind, const std::vector<int64_t>& in, int64_t per_rank,
                                      Group& group, const Workbench& bench) {
   const auto n = static_cast<size_t>(group.size());
-  std::vector<int64_t> out(n * static_cast<size_t>(per_rank));
+  const size_t out_count = n * static_cast<size_t>(per_rank);
+  char* memory =
+      bench.scratch.get(Scratch::kCounts, (out_count + in.size()) * sizeof(int64_t));
+  char* sent = memory + out_count * sizeof(int64_t);
+  std::memcpy(sent, in.data(), in.size() * sizeof(int64_t));
   Job job{group, bench.scratch, DType::kI64};
-  job.in = reinterpret_cast<const char*>(in.data());
-  job.out = reinterpret_cast<char*>(out.data());
+  job.in = sent;
+  job.out = memory;
   job.in_counts.assign(n, per_rank);
   job.out_counts.assign(n, per_rank);
   choose_collective(kind, job, "auto").run(job);
-  return out;
+  const auto* out = reinterpret_cast<const int64_t*>(memory);
+  return {out, out + out_count};
 }
 
 void exchange_allgather(const Request& request, Group& group, const Workbench& bench) {
@@ -145,7 +152,7 @@ void exchange_allgather(const Request& request, Group& group, const Workbench& b
       OpKind::kAllgather, request.rows, static_cast<int64_t>(infos.size()), group, bench);
   for (size_t i = 0; i < infos.size(); ++i) {
     const int64_t row_count = infos[i].row_count();
-    Output output;
+    Output& output = request.handle->outputs.emplace_back();
     Job job{group, bench.scratch, infos[i].dtype};
     int64_t total = 0;
     for (size_t rank = 0; rank < n; ++rank) {
@@ -157,14 +164,13 @@ void exchange_allgather(const Request& request, Group& group, const Workbench& b
     job.in = request.parts[i].in;
     job.out = output.data.get();
     choose_collective(OpKind::kAllgather, job, "auto").run(job);
-    request.handle->outputs.push_back(std::move(output));
   }
 }
 
 void exchange_alltoall(const Request& request, Group& group, const Workbench& bench) {
   const TensorInfo info = tensors_of(request.description)[0];
   const int64_t row_count = info.row_count();
-  Output output;
+  Output& output = request.handle->outputs.emplace_back();
   output.rows = exchange_counts(OpKind::kAlltoall, request.splits, 1, group, bench);
   Job job{group, bench.scratch, info.dtype};
   int64_t total = 0;
@@ -177,7 +183,6 @@ void exchange_alltoall(const Request& request, Group& group, const Workbench& be
   job.in = request.parts[0].in;
   job.out = output.data.get();
   choose_collective(OpKind::kAlltoall, job, "auto").run(job);
-  request.handle->outputs.push_back(std::move(output));
 }
 
 void exchange_reducescatter(const Request& request, Group& group, const Workbench& bench) {

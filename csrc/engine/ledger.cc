@@ -6,6 +6,10 @@
 namespace bagua {
 namespace {
 
+// So many requests of a process set are remembered; more work too, but always travel whole.
+constexpr size_t kMaxNames = 1 << 16;
+constexpr size_t kMaxUnnamed = 1 << 12;
+
 std::string list_text(const std::vector<int>& ranks) {
   std::string text;
   for (size_t i = 0; i < ranks.size(); ++i) text += (i ? ", " : "") + std::to_string(ranks[i]);
@@ -63,9 +67,9 @@ std::vector<Decision> Ledger::take() {
   std::vector<Decision> taken;
   for (Decision& d : decisions_) {
     if (d.empty()) continue;
-    // Named ids travel as a bit-vector, so this is the order the others will see.
+    // Bits come first and in the order of ids: this is what the others will see.
     std::stable_sort(d.agreed.begin(), d.agreed.end(), [](const auto& a, const auto& b) {
-      return a.seq == 0 && b.seq == 0 ? a.id < b.id : a.seq == 0 && b.seq != 0;
+      return a.as_bit() && (!b.as_bit() || a.id < b.id);
     });
     taken.push_back(std::move(d));
   }
@@ -107,7 +111,7 @@ void Ledger::arrive_bit(int32_t set, int member, int32_t id, double now_s) {
   Entry& entry = s.entries[static_cast<size_t>(id)];
   s.set_bit(member, id);
   if (entry.open_since_s == 0) entry.open_since_s = now_s;
-  const auto contested = s.pending.find({entry.name, 0});
+  const auto contested = s.pending.empty() ? s.pending.end() : s.pending.find({entry.name, 0});
   if (contested == s.pending.end()) return settle_bits(set, id);
   gather_bits(s, id, contested->second);
   settle_pending(set, contested);
@@ -172,7 +176,7 @@ void Ledger::settle_bits(int32_t set, int32_t id) {
   }
   if (waiting && gone.empty()) return;
   const std::string problem = gone.empty() ? objection(set, entry.description)
-                                           : list_text(gone) + " has shut down";
+                                           : list_text(gone) + (gone.size() == 1 ? " has" : " have") + " shut down";
   if (problem.empty()) {
     decision(set).agreed.push_back({id, 0});
   } else {
@@ -209,7 +213,7 @@ void Ledger::settle_pending(int32_t set, std::map<Key, Pending>::iterator it) {
                                   ? key.name
                                   : label_of(key, Description::decode(settled.descriptions[0]));
     decision(set).rejections.push_back(
-        {key, ErrorKind::kPeer, label + ": " + list_text(gone) + " has shut down and takes no "
+        {key, ErrorKind::kPeer, label + ": " + list_text(gone) + " shut down and takes no "
                                         "part; did it return early or skip a step?"});
   }
   for (auto& [member, full] : settled.later) arrive(set, member, full, settled.since_s);
@@ -275,8 +279,14 @@ void Ledger::agree(int32_t set, const Key& key, const std::string& bytes) {
   Set& s = sets_[set];
   const bool named = key.seq == 0;
   auto& index = named ? s.by_name : s.by_bytes;
+  const std::string& known_as = named ? key.name : bytes;
+  if (index.size() >= (named ? kMaxNames : kMaxUnnamed) && index.count(known_as) == 0) {
+    decision(set).definitions.push_back({Decision::kForgotten, key.name, bytes});
+    decision(set).agreed.push_back({Decision::kForgotten, key.seq});
+    return apply(set, Description::decode(bytes));
+  }
   const auto [it, fresh] =
-      index.try_emplace(named ? key.name : bytes, static_cast<int32_t>(s.entries.size()));
+      index.try_emplace(known_as, static_cast<int32_t>(s.entries.size()));
   const int32_t id = it->second;
   if (fresh) s.entries.emplace_back();
   Entry& entry = s.entries[static_cast<size_t>(id)];

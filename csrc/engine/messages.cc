@@ -102,16 +102,16 @@ void Decision::encode(Writer& w) const {
     w.put_string(d.description);
   });
   std::vector<int32_t> named;
-  std::vector<Agreed> unnamed;
+  std::vector<Agreed> others;
   for (const Agreed& a : agreed) {
-    if (a.seq == 0) {
+    if (a.as_bit()) {
       named.push_back(a.id);
     } else {
-      unnamed.push_back(a);
+      others.push_back(a);
     }
   }
   put_ids(w, named);
-  w.put_vector(unnamed);
+  w.put_vector(others);
   put_each(w, rejections, [&](const Rejection& x) {
     put_key(w, x.key);
     w.put(x.kind);

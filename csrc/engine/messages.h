@@ -53,6 +53,9 @@ struct Report {
 };
 
 struct Decision {
+  // The id of a request that is agreed without being remembered: there are too many already. Its
+  // definition and its place among the agreed come in the same order.
+  static constexpr int32_t kForgotten = -1;
   struct Definition {
     int32_t id;
     std::string name;  // empty for an unnamed request
@@ -61,6 +64,7 @@ struct Decision {
   struct Agreed {
     int32_t id;
     uint64_t seq;  // 0 for a named request
+    bool as_bit() const { return seq == 0 && id != kForgotten; }
   };
   struct Rejection {
     Key key;

@@ -35,7 +35,10 @@ class LoopbackTransport : public Transport {
     return false;
   }
 
-  void abort() override { receives_.clear(); }
+  bool abort() override {
+    receives_.clear();
+    return true;
+  }
 
  private:
   static constexpr Ticket kDone = 0;

@@ -60,9 +60,11 @@ class MpiTransport : public Transport {
   }
 
   // Requests to a dead peer may never complete and cannot be freed safely: they are let go.
-  void abort() override {
+  bool abort() override {
+    const bool idle = free_.size() == slots_.size();
     slots_.clear();
     free_.clear();
+    return idle;
   }
 
  private:

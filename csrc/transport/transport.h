@@ -23,8 +23,9 @@ class Transport {
   // Makes progress; true once, when the message has left or arrived.
   virtual bool done(Ticket ticket) = 0;
 
-  // After a failure: forget everything in flight. Nothing else may be called afterwards.
-  virtual void abort() = 0;
+  // After a failure: forget everything in flight; nothing else may be called afterwards. True when
+  // the memory of messages in flight will not be touched any more.
+  virtual bool abort() = 0;
 };
 
 // How a thread passes the time until a message is there: spin, yield, sleep. pause() throws when

@@ -5,22 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-DTYPES = {
-    str(dtype).rpartition(".")[2]: dtype
-    for dtype in (
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-        torch.complex128,
-    )
+FAMILIES = {
+    "whole": (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    "floating": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    "complex": (torch.complex64, torch.complex128),
 }
 
 
@@ -102,6 +90,13 @@ def everyone(hvd) -> Everyone:
     return Everyone(hvd)
 
 
-@pytest.fixture(params=list(DTYPES))
-def dtype(request) -> torch.dtype:
-    return DTYPES[request.param]
+@pytest.fixture(params=list(FAMILIES))
+def dtypes(request):
+    """Element types of one family; the last one printed is the one that failed."""
+
+    def each():
+        for dtype in FAMILIES[request.param]:
+            print(dtype)
+            yield dtype
+
+    return each()

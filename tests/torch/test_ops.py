@@ -19,35 +19,37 @@ def check(actual, expected):
 # ---- allreduce ---------------------------------------------------------------------------------
 
 
-def test_allreduce(everyone, hvd, dtype):
-    tensors = everyone.draw(SHAPE, dtype)
-    mine = tensors[everyone.me]
-    for op in everyone.ops_for(dtype):
-        expected = everyone.reduced(tensors, op)
-        source = mine.clone()
-        check(hvd.allreduce(source, op=op), expected)
-        check(hvd.synchronize(hvd.allreduce_async(source, op=op)), expected)
-        assert torch.equal(source, mine)
-        assert hvd.allreduce_(source, op=op) is source
-        check(source, expected)
-        again = mine.clone()
-        assert hvd.synchronize(hvd.allreduce_async_(again, op=op)) is again
-        check(again, expected)
+def test_allreduce(everyone, hvd, dtypes):
+    for dtype in dtypes:
+        tensors = everyone.draw(SHAPE, dtype)
+        mine = tensors[everyone.me]
+        for op in everyone.ops_for(dtype):
+            expected = everyone.reduced(tensors, op)
+            source = mine.clone()
+            check(hvd.allreduce(source, op=op), expected)
+            check(hvd.synchronize(hvd.allreduce_async(source, op=op)), expected)
+            assert torch.equal(source, mine)
+            assert hvd.allreduce_(source, op=op) is source
+            check(source, expected)
+            again = mine.clone()
+            assert hvd.synchronize(hvd.allreduce_async_(again, op=op)) is again
+            check(again, expected)
 
 
-def test_grouped_allreduce(everyone, hvd, dtype):
-    groups = [everyone.draw(SHAPE, dtype, seed=i) for i in range(2)]
-    groups.append(everyone.draw((4,), torch.float32, seed=2))
-    for op in everyone.ops_for(dtype):
-        mine = [tensors[everyone.me].clone() for tensors in groups]
-        expected = [everyone.reduced(tensors, op) for tensors in groups]
-        check(hvd.grouped_allreduce(mine, op=op), expected)
-        check(hvd.synchronize(hvd.grouped_allreduce_async(mine, op=op)), expected)
-        again = [tensor.clone() for tensor in mine]
-        check(hvd.grouped_allreduce_(mine, op=op), expected)
-        check(mine, expected)
-        hvd.synchronize(hvd.grouped_allreduce_async_(again, op=op))
-        check(again, expected)
+def test_grouped_allreduce(everyone, hvd, dtypes):
+    for dtype in dtypes:
+        groups = [everyone.draw(SHAPE, dtype, seed=i) for i in range(2)]
+        groups.append(everyone.draw((4,), torch.float32, seed=2))
+        for op in everyone.ops_for(dtype):
+            mine = [tensors[everyone.me].clone() for tensors in groups]
+            expected = [everyone.reduced(tensors, op) for tensors in groups]
+            check(hvd.grouped_allreduce(mine, op=op), expected)
+            check(hvd.synchronize(hvd.grouped_allreduce_async(mine, op=op)), expected)
+            again = [tensor.clone() for tensor in mine]
+            check(hvd.grouped_allreduce_(mine, op=op), expected)
+            check(mine, expected)
+            hvd.synchronize(hvd.grouped_allreduce_async_(again, op=op))
+            check(again, expected)
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
@@ -190,16 +192,17 @@ def test_nan_and_infinity_are_carried_through(everyone, hvd):
 # ---- allgather, broadcast ----------------------------------------------------------------------
 
 
-def test_allgather(everyone, hvd, dtype):
-    for rows in (lambda r: 2, lambda r: r, lambda r: (everyone.size - r) % 3, lambda r: 0):
-        tensors = everyone.draw(lambda r, rows=rows: (rows(r), 3), dtype)
-        mine = tensors[everyone.me]
-        expected = torch.cat(tensors)
-        assert torch.equal(hvd.allgather(mine), expected)
-        assert torch.equal(hvd.synchronize(hvd.allgather_async(mine)), expected)
-        grouped = hvd.grouped_allgather([mine, torch.tensor([float(everyone.me)])])
-        assert torch.equal(grouped[0], expected)
-        assert grouped[1].tolist() == list(everyone.ranks)
+def test_allgather(everyone, hvd, dtypes):
+    for dtype in dtypes:
+        for rows in (lambda r: 2, lambda r: r, lambda r: (everyone.size - r) % 3, lambda r: 0):
+            tensors = everyone.draw(lambda r, rows=rows: (rows(r), 3), dtype)
+            mine = tensors[everyone.me]
+            expected = torch.cat(tensors)
+            assert torch.equal(hvd.allgather(mine), expected)
+            assert torch.equal(hvd.synchronize(hvd.allgather_async(mine)), expected)
+            grouped = hvd.grouped_allgather([mine, torch.tensor([float(everyone.me)])])
+            assert torch.equal(grouped[0], expected)
+            assert grouped[1].tolist() == list(everyone.ranks)
 
 
 def test_allgather_of_unusual_shapes(everyone, hvd):
@@ -217,19 +220,20 @@ def test_gathered_memory_is_writable_and_outlives_its_handle(everyone, hvd):
     assert gathered.view(everyone.size, 1000)[:, 7].tolist() == [r + 1.0 for r in everyone.ranks]
 
 
-def test_broadcast(everyone, hvd, dtype):
-    tensors = everyone.draw(SHAPE, dtype)
-    for root in everyone.ranks:
-        mine = tensors[everyone.me].clone()
-        expected = tensors[root]
-        assert torch.equal(hvd.broadcast(mine, root), expected)
-        assert torch.equal(hvd.synchronize(hvd.broadcast_async(mine, root)), expected)
-        assert torch.equal(mine, tensors[everyone.me])
-        again = mine.clone()
-        assert hvd.broadcast_(mine, root) is mine
-        assert hvd.synchronize(hvd.broadcast_async_(again, root)) is again
-        assert torch.equal(mine, expected)
-        assert torch.equal(again, expected)
+def test_broadcast(everyone, hvd, dtypes):
+    for dtype in dtypes:
+        tensors = everyone.draw(SHAPE, dtype)
+        for root in everyone.ranks:
+            mine = tensors[everyone.me].clone()
+            expected = tensors[root]
+            assert torch.equal(hvd.broadcast(mine, root), expected)
+            assert torch.equal(hvd.synchronize(hvd.broadcast_async(mine, root)), expected)
+            assert torch.equal(mine, tensors[everyone.me])
+            again = mine.clone()
+            assert hvd.broadcast_(mine, root) is mine
+            assert hvd.synchronize(hvd.broadcast_async_(again, root)) is again
+            assert torch.equal(mine, expected)
+            assert torch.equal(again, expected)
 
 
 def test_grouped_broadcast_of_mixed_types_and_layouts(everyone, hvd):
@@ -244,39 +248,46 @@ def test_grouped_broadcast_of_mixed_types_and_layouts(everyone, hvd):
 # ---- alltoall, reducescatter -------------------------------------------------------------------
 
 
-def test_alltoall(everyone, hvd, dtype):
-    n, me = everyone.size, everyone.me
-    tensors = everyone.draw((2 * n, 3), dtype)
-    expected = torch.cat([tensor[2 * me : 2 * me + 2] for tensor in tensors])
-    assert torch.equal(hvd.alltoall(tensors[me]), expected)
-    assert torch.equal(hvd.synchronize(hvd.alltoall_async(tensors[me])), expected)
+def test_alltoall(everyone, hvd, dtypes):
+    for dtype in dtypes:
+        n, me = everyone.size, everyone.me
+        tensors = everyone.draw((2 * n, 3), dtype)
+        expected = torch.cat([tensor[2 * me : 2 * me + 2] for tensor in tensors])
+        assert torch.equal(hvd.alltoall(tensors[me]), expected)
+        assert torch.equal(hvd.synchronize(hvd.alltoall_async(tensors[me])), expected)
 
 
-def test_alltoall_with_splits(everyone, hvd, dtype):
-    n, me = everyone.size, everyone.me
-    splits = [[(sender + receiver) % 3 for receiver in range(n)] for sender in range(n)]
-    tensors = everyone.draw(lambda r: (sum(splits[r]), 2), dtype)
-    blocks = [tensor.split(splits[sender]) for sender, tensor in enumerate(tensors)]
-    expected = torch.cat([blocks[sender][me] for sender in range(n)])
-    received = [splits[sender][me] for sender in range(n)]
-    for mine in (splits[me], torch.tensor(splits[me]), torch.tensor(splits[me], dtype=torch.int32)):
-        result, counts = hvd.alltoall(tensors[me], mine)
-        assert torch.equal(result, expected)
-        assert counts.tolist() == received
-        assert counts.dtype == (mine.dtype if isinstance(mine, torch.Tensor) else torch.int32)
+def test_alltoall_with_splits(everyone, hvd, dtypes):
+    for dtype in dtypes:
+        n, me = everyone.size, everyone.me
+        splits = [[(sender + receiver) % 3 for receiver in range(n)] for sender in range(n)]
+        tensors = everyone.draw(lambda r, splits=splits: (sum(splits[r]), 2), dtype)
+        blocks = [tensor.split(splits[sender]) for sender, tensor in enumerate(tensors)]
+        expected = torch.cat([blocks[sender][me] for sender in range(n)])
+        received = [splits[sender][me] for sender in range(n)]
+        for mine in (
+            splits[me],
+            torch.tensor(splits[me]),
+            torch.tensor(splits[me], dtype=torch.int32),
+        ):
+            result, counts = hvd.alltoall(tensors[me], mine)
+            assert torch.equal(result, expected)
+            assert counts.tolist() == received
+            assert counts.dtype == (mine.dtype if isinstance(mine, torch.Tensor) else torch.int32)
 
 
-def test_reducescatter(everyone, hvd, dtype):
-    for rows in (2 * everyone.size, everyone.size + 1, everyone.size - 1, 0):
-        tensors = everyone.draw((rows, 3), dtype)
-        mine = tensors[everyone.me]
-        for op in everyone.ops_for(dtype):
-            expected = everyone.share(everyone.reduced(tensors, op))
-            check(hvd.reducescatter(mine, op=op), expected)
-            check(hvd.synchronize(hvd.reducescatter_async(mine, op=op)), expected)
-            check(hvd.grouped_reducescatter([mine, mine], op=op), [expected, expected])
-            handle = hvd.grouped_reducescatter_async([mine], op=op)
-            check(hvd.synchronize(handle), [expected])
+def test_reducescatter(everyone, hvd, dtypes):
+    for dtype in dtypes:
+        for rows in (2 * everyone.size, everyone.size + 1, everyone.size - 1, 0):
+            tensors = everyone.draw((rows, 3), dtype)
+            mine = tensors[everyone.me]
+            for op in everyone.ops_for(dtype):
+                expected = everyone.share(everyone.reduced(tensors, op))
+                check(hvd.reducescatter(mine, op=op), expected)
+                check(hvd.synchronize(hvd.reducescatter_async(mine, op=op)), expected)
+                check(hvd.grouped_reducescatter([mine, mine], op=op), [expected, expected])
+                handle = hvd.grouped_reducescatter_async([mine], op=op)
+                check(hvd.synchronize(handle), [expected])
 
 
 def test_reducescatter_scales(everyone, hvd):

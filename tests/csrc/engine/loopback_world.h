@@ -1,0 +1,153 @@
+// Engines as threads over loopback, and requests on vectors of theirs.
+#pragma once
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "control/loopback_channel.h"
+#include "engine/engine.h"
+#include "ranks.h"
+#include "transport/loopback.h"
+
+namespace bagua {
+
+using Urgency = Engine::Urgency;
+
+inline Config quiet_config() {
+  Config config;
+  config.log_level = "error";
+  config.spin_us = 0;  // ranks outnumber the cores
+  // A sanitizer on a loaded machine is slow, but not dead; tests of silence set their own.
+  config.peer_timeout_s = 60;
+  return config;
+}
+
+class LoopbackWorld {
+ public:
+  explicit LoopbackWorld(int size, const Config& config = quiet_config())
+      : hub(size), board(size) {
+    std::vector<std::string> names;
+    for (int rank = 0; rank < size; ++rank) names.push_back("host h" + std::to_string(rank));
+    for (int rank = 0; rank < size; ++rank)
+      engines.push_back(
+          std::make_shared<Engine>(config, hub.connect(rank), board.connect(rank), names));
+  }
+  ~LoopbackWorld() { stop(); }
+
+  int size() const { return static_cast<int>(engines.size()); }
+  Engine& operator[](int rank) { return *engines[static_cast<size_t>(rank)]; }
+  void run(const std::function<void(int)>& body) { run_ranks(size(), body); }
+
+  // All together, as at the end of a program.
+  void stop() {
+    for (auto& engine : engines)
+      if (engine) engine->stop();
+    for (auto& engine : engines)
+      if (engine) EXPECT_TRUE(engine->wait_stopped(kHangS));
+  }
+  // What the others see when a rank's process is killed; call it from that rank's thread.
+  void die(int rank) {
+    board.lose(rank);
+    engines[static_cast<size_t>(rank)].reset();
+  }
+
+  LoopbackHub hub;
+  LoopbackSwitchboard board;
+  std::vector<std::shared_ptr<Engine>> engines;
+};
+
+template <class T>
+constexpr DType dtype_of() {
+  if constexpr (std::is_same_v<T, float>) return DType::kF32;
+  if constexpr (std::is_same_v<T, int32_t>) return DType::kI32;
+  return DType::kI64;
+}
+
+// A request without tensors.
+inline RequestPtr request_of(OpKind kind, const std::string& name, int32_t set = 0) {
+  auto request = std::make_shared<Request>();
+  request->name = name;
+  request->set = set;
+  request->description.kind = kind;
+  return request;
+}
+
+// Adds a vector, in place; `rows` other than its size makes it a matrix.
+template <class T>
+void add_vector(Request& request, std::vector<T>& values, int64_t rows = -1) {
+  std::vector<int64_t> shape{static_cast<int64_t>(values.size())};
+  if (rows >= 0) shape = {rows, rows ? shape[0] / rows : 1};
+  char* data = reinterpret_cast<char*>(values.data());
+  request.parts.push_back({data, data});
+  request.rows.push_back(shape[0]);
+  const bool any = request.description.kind == OpKind::kAllgather ||
+                   request.description.kind == OpKind::kAlltoall;
+  if (any) shape[0] = kAnyExtent;
+  request.description.add_tensor(dtype_of<T>(), shape);
+}
+
+template <class T>
+RequestPtr allreduce_of(const std::string& name, std::vector<T>& values,
+                        ReduceOp op = ReduceOp::kSum, int32_t set = 0) {
+  RequestPtr request = request_of(OpKind::kAllreduce, name, set);
+  request->description.op = op;
+  add_vector(*request, values);
+  return request;
+}
+
+// Waits and rethrows; a handle that never gets done is an error of its own.
+inline void finish(Engine& engine, const HandlePtr& handle) {
+  if (!engine.wait(*handle, kHangS)) throw std::runtime_error("a handle was never done");
+  handle->rethrow();
+}
+
+inline void call(Engine& engine, RequestPtr request) {
+  finish(engine, engine.submit(std::move(request), Urgency::kWaited));
+}
+
+inline float sum_of_ones(Engine& engine, const std::string& name, int32_t set = 0) {
+  std::vector<float> one{1};
+  call(engine, allreduce_of(name, one, ReduceOp::kSum, set));
+  return one[0];
+}
+
+inline int32_t add_set(Engine& engine, const std::vector<int64_t>& ranks) {
+  RequestPtr request = request_of(OpKind::kAddProcessSet, "");
+  request->description.layout = ranks;
+  const HandlePtr handle = request->handle;
+  call(engine, std::move(request));
+  return static_cast<int32_t>(handle->value);
+}
+
+inline void remove_set(Engine& engine, int32_t set) {
+  RequestPtr request = request_of(OpKind::kRemoveProcessSet, "");
+  request->description.root = set;
+  call(engine, std::move(request));
+}
+
+inline int64_t join(Engine& engine) {
+  RequestPtr request = request_of(OpKind::kJoin, "");
+  const HandlePtr handle = request->handle;
+  call(engine, std::move(request));
+  return handle->value;
+}
+
+// The text of the error that `body` throws; empty when it throws none, or one of another kind.
+template <class Kind, class Body>
+std::string error_of(Body&& body) {
+  try {
+    body();
+  } catch (const Kind& error) {
+    return error.what();
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << "another error than expected: " << error.what();
+  }
+  return "";
+}
+
+#define EXPECT_CONTAINS(text, part) \
+  EXPECT_NE(std::string(text).find(part), std::string::npos) << "'" << (text) << "' lacks '" << (part) << "'"
+
+}  // namespace bagua

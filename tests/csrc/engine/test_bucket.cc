@@ -1,0 +1,80 @@
+#include "engine/bucket.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "engine/loopback_world.h"
+
+namespace bagua {
+namespace {
+
+Description sum() { return {}; }
+
+TEST(Bucket, SlotsLieOnCacheLinesInOneArena) {
+  LoopbackWorld world(1);
+  Bucket bucket(world.engines[0], "b", DType::kF32, {1, 0, 16, 17}, sum(), 0, 0);
+  EXPECT_EQ(bucket.begins(), (std::vector<int64_t>{0, 16, 16, 32}));
+  EXPECT_EQ(bucket.nbytes(), 64 * 4);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(bucket.data()) % 64, 0u);
+  for (int64_t i = 0; i < bucket.nbytes(); ++i) EXPECT_EQ(bucket.data()[i], 0);
+}
+
+TEST(Bucket, LastSlotTellsThatItIsTheLast) {
+  LoopbackWorld world(1);
+  Bucket bucket(world.engines[0], "b", DType::kF32, {1, 1, 1}, sum(), 0, 0);
+  for (int round = 0; round < 2; ++round) {
+    EXPECT_FALSE(bucket.ready(1));
+    EXPECT_FALSE(bucket.ready(1)) << "said twice";
+    EXPECT_FALSE(bucket.ready(0));
+    EXPECT_EQ(bucket.missing(), (std::vector<int>{2}));
+    EXPECT_TRUE(bucket.ready(2));
+    EXPECT_FALSE(bucket.ready(2));
+    EXPECT_TRUE(bucket.missing().empty());
+    finish(world[0], bucket.launch(Urgency::kNow));
+    EXPECT_EQ(bucket.missing(), (std::vector<int>{0, 1, 2}));
+  }
+}
+
+TEST(Bucket, ExactlyOneThreadIsTheLast) {
+  LoopbackWorld world(1);
+  Bucket bucket(world.engines[0], "b", DType::kF32, std::vector<int64_t>(64, 1), sum(), 0, 0);
+  for (int round = 0; round < 20; ++round) {
+    std::atomic<int> last{0};
+    run_ranks(4, [&](int thread) {
+      for (int slot = thread; slot < 64; slot += 4) last += bucket.ready(slot);
+    });
+    EXPECT_EQ(last, 1);
+    finish(world[0], bucket.launch(Urgency::kNow));
+  }
+}
+
+TEST(Bucket, SumsItsArenaInPlace) {
+  LoopbackWorld world(3);
+  world.run([&](int rank) {
+    Bucket bucket(world.engines[static_cast<size_t>(rank)], "b", DType::kF32, {3, 20, 5000}, sum(), 0, 0);
+    for (int step = 0; step < 5; ++step) {
+      auto* values = reinterpret_cast<float*>(bucket.data());
+      for (const int64_t begin : bucket.begins()) values[begin] = static_cast<float>(rank + step);
+      for (int slot = 0; slot < 3; ++slot) EXPECT_EQ(bucket.ready(slot), slot == 2);
+      finish(world[rank], bucket.launch(Urgency::kNow));
+      for (const int64_t begin : bucket.begins())
+        EXPECT_EQ(values[begin], static_cast<float>(3 + 3 * step));
+    }
+  });
+}
+
+TEST(Bucket, MayBeForgottenWhileItIsInFlight) {
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    HandlePtr handle;
+    {
+      Bucket bucket(world.engines[static_cast<size_t>(rank)], "b", DType::kF64, {100000}, sum(), 0, 0);
+      handle = bucket.launch(Urgency::kNow);
+    }
+    finish(world[rank], handle);
+  });
+}
+
+}  // namespace
+}  // namespace bagua

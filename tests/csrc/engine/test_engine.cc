@@ -1,0 +1,426 @@
+// The engine when all goes well, and when callers make mistakes that they can mend.
+#include "engine/engine.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "engine/loopback_world.h"
+
+namespace bagua {
+namespace {
+
+class EverySize : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Engine, EverySize, testing::Values(1, 2, 3, 5));
+
+TEST_P(EverySize, SumsNamedAndUnnamed) {
+  LoopbackWorld world(GetParam());
+  const float n = static_cast<float>(GetParam());
+  world.run([&](int rank) {
+    for (int step = 0; step < 5; ++step) {
+      EXPECT_EQ(sum_of_ones(world[rank], "x"), n);
+      EXPECT_EQ(sum_of_ones(world[rank], ""), n);
+      EXPECT_EQ(sum_of_ones(world[rank], ""), n);
+    }
+  });
+}
+
+TEST_P(EverySize, AgreesWhateverTheOrder) {
+  LoopbackWorld world(GetParam());
+  constexpr int kNames = 20;
+  world.run([&](int rank) {
+    for (int step = 0; step < 3; ++step) {
+      std::vector<std::vector<int32_t>> data;
+      for (int i = 0; i < kNames; ++i) data.emplace_back(static_cast<size_t>(i), rank + i);
+      std::vector<HandlePtr> handles;
+      for (int k = 0; k < kNames; ++k) {
+        const int i = (k * 7 + rank * 3 + step) % kNames;
+        handles.push_back(world[rank].submit(
+            allreduce_of("t" + std::to_string(i), data[static_cast<size_t>(i)]), Urgency::kSoon));
+      }
+      for (const HandlePtr& handle : handles) finish(world[rank], handle);
+      for (int i = 0; i < kNames; ++i)
+        for (const int32_t x : data[static_cast<size_t>(i)])
+          ASSERT_EQ(x, GetParam() * (GetParam() - 1) / 2 + GetParam() * i);
+    }
+  });
+}
+
+// A request whose urgency asks for no waiting thread must be done without one.
+TEST_P(EverySize, CompletesThoughNobodyWaits) {
+  for (const bool inline_drive : {true, false}) {
+    Config config = quiet_config();
+    config.inline_drive = inline_drive;
+    LoopbackWorld world(GetParam(), config);
+    world.run([&](int rank) {
+      for (int step = 0; step < 300; ++step) {
+        std::vector<float> one{1};
+        const Urgency urgency = step % 2 ? Urgency::kNow : Urgency::kSoon;
+        const HandlePtr handle = world[rank].submit(allreduce_of("x", one), urgency);
+        while (!handle->done()) std::this_thread::sleep_for(std::chrono::microseconds(20));
+        handle->rethrow();
+        ASSERT_EQ(one[0], static_cast<float>(GetParam()));
+      }
+    });
+  }
+}
+
+TEST_P(EverySize, CompletesForSeveralThreadsThatWait) {
+  for (const bool inline_drive : {true, false}) {
+    Config config = quiet_config();
+    config.inline_drive = inline_drive;
+    LoopbackWorld world(GetParam(), config);
+    constexpr int kThreads = 4;
+    run_ranks(GetParam() * kThreads, [&](int index) {
+      const int rank = index / kThreads;
+      const std::string name = "thread " + std::to_string(index % kThreads);
+      for (int step = 0; step < 50; ++step)
+        ASSERT_EQ(sum_of_ones(world[rank], name), static_cast<float>(GetParam()));
+    });
+  }
+}
+
+TEST(Engine, IdleExchangesNothing) {
+  LoopbackWorld world(3);
+  world.run([&](int rank) { sum_of_ones(world[rank], "x"); });
+  std::vector<int64_t> before;
+  for (int rank = 0; rank < 3; ++rank) before.push_back(world[rank].message_count());
+  std::this_thread::sleep_for(std::chrono::milliseconds(1500));  // longer than any tick
+  for (int rank = 0; rank < 3; ++rank)
+    EXPECT_EQ(world[rank].message_count(), before[static_cast<size_t>(rank)]);
+}
+
+TEST(Engine, CountsWhatItSends) {
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    std::vector<float> data(1000, 1);
+    call(world[rank], allreduce_of("x", data));
+    EXPECT_EQ(world[rank].sent_nbytes(), 4000);
+    EXPECT_EQ(world[rank].exchange_count(), 1);
+  });
+}
+
+TEST(Engine, FusesSmallRequestsAndKeepsLargeOnesApart) {
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    std::vector<std::vector<float>> data(10, std::vector<float>(5, 1));
+    std::vector<HandlePtr> handles;
+    for (auto& values : data)
+      handles.push_back(world[rank].submit(
+          allreduce_of("t" + std::to_string(handles.size()), values), Urgency::kWaited));
+    for (const HandlePtr& handle : handles) finish(world[rank], handle);
+    for (const auto& values : data) EXPECT_EQ(values, std::vector<float>(5, 2));
+    EXPECT_LE(world[rank].exchange_count(), 3);
+  });
+}
+
+TEST(Engine, GroupGoesAsOne) {
+  LoopbackWorld world(3);
+  world.run([&](int rank) {
+    std::vector<float> a(3, 1), none, b(2049, 2);
+    std::vector<int32_t> c(7, rank);
+    RequestPtr request = request_of(OpKind::kAllreduce, "group");
+    add_vector(*request, a);
+    add_vector(*request, none);
+    add_vector(*request, c);
+    add_vector(*request, b);
+    call(world[rank], request);
+    EXPECT_EQ(a, std::vector<float>(3, 3));
+    EXPECT_EQ(b, std::vector<float>(2049, 6));
+    EXPECT_EQ(c, std::vector<int32_t>(7, 3));
+  });
+}
+
+// ---- callers' mistakes -------------------------------------------------------------------------
+
+TEST(Engine, MismatchIsAnErrorOnEveryRankAndTheEngineGoesOn) {
+  LoopbackWorld world(3);
+  world.run([&](int rank) {
+    for (int round = 0; round < 2; ++round) {
+      std::vector<float> data(rank == 1 ? 5 : 4, 1);
+      const std::string text =
+          error_of<UsageError>([&] { call(world[rank], allreduce_of("w", data)); });
+      EXPECT_CONTAINS(text, "w: ");
+      EXPECT_CONTAINS(text, "shape");
+      EXPECT_CONTAINS(text, "[4]");
+      EXPECT_CONTAINS(text, "[5] on rank 1");
+      std::vector<float> good(4, 1);
+      call(world[rank], allreduce_of("w", good));
+      EXPECT_EQ(good, std::vector<float>(4, 3));
+    }
+  });
+}
+
+TEST(Engine, NamesTheFirstDifference) {
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    const auto differ = [&](RequestPtr here, RequestPtr there) {
+      return error_of<UsageError>(
+          [&] { call(world[rank], rank == 0 ? std::move(here) : std::move(there)); });
+    };
+    std::vector<float> f(6, 1);
+    std::vector<int32_t> i(6, 1);
+    EXPECT_CONTAINS(differ(allreduce_of("x", f), allreduce_of("x", i)), "int32 on rank 1");
+    EXPECT_CONTAINS(differ(allreduce_of("x", f), allreduce_of("x", f, ReduceOp::kMax)), "max");
+    RequestPtr gather = request_of(OpKind::kAllgather, "x");
+    add_vector(*gather, f);
+    EXPECT_CONTAINS(differ(allreduce_of("x", f), gather), "allgather on rank 1");
+    RequestPtr roots[2];
+    for (int root = 0; root < 2; ++root) {
+      roots[root] = request_of(OpKind::kBroadcast, "x");
+      roots[root]->description.root = root;
+      add_vector(*roots[root], f);
+    }
+    EXPECT_CONTAINS(differ(roots[0], roots[1]), "root");
+    RequestPtr scaled = allreduce_of("x", f);
+    scaled->description.prescale = 0.5;
+    EXPECT_CONTAINS(differ(allreduce_of("x", f), scaled), "0.5 on rank 1");
+    RequestPtr two = allreduce_of("x", f);
+    add_vector(*two, i);
+    EXPECT_CONTAINS(differ(allreduce_of("x", f), two), "number of tensors");
+    EXPECT_CONTAINS(differ(allreduce_of("", f), allreduce_of("", i)), "int32 on rank 1");
+    EXPECT_EQ(sum_of_ones(world[rank], "x"), 2);
+  });
+}
+
+TEST(Engine, SameNameTwiceInFlightIsRefused) {
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    std::vector<float> a{1}, b{1};
+    const HandlePtr first = world[rank].submit(allreduce_of("x", a), Urgency::kWaited);
+    const std::string text = error_of<UsageError>(
+        [&] { world[rank].submit(allreduce_of("x", b), Urgency::kWaited); });
+    EXPECT_CONTAINS(text, "already in flight");
+    finish(world[rank], first);
+    EXPECT_EQ(sum_of_ones(world[rank], "x"), 2);
+  });
+}
+
+RequestPtr bad_root(const std::string& name, std::vector<float>& values) {
+  RequestPtr request = request_of(OpKind::kBroadcast, name);
+  request->description.root = 7;
+  add_vector(*request, values);
+  return request;
+}
+
+// One rank's own mistake reaches the others as an error, not as a wait for ever.
+TEST(Engine, RefusalOnOneRankFailsTheOthers) {
+  LoopbackWorld world(3);
+  world.run([&](int rank) {
+    for (const char* name : {"x", ""}) {
+      std::vector<float> data{1};
+      const std::string text = error_of<UsageError>([&] {
+        call(world[rank], rank == 1 ? bad_root(name, data) : allreduce_of(name, data));
+      });
+      EXPECT_CONTAINS(text, "root 7 is not one of the ranks 0, 1, 2");
+      if (rank != 1) EXPECT_CONTAINS(text, "rank 1");
+    }
+    EXPECT_EQ(sum_of_ones(world[rank], "y"), 3);
+  });
+}
+
+// The rank whose mistake it was knows at once and tries again before the others have failed.
+TEST(Engine, RetryAfterARefusalMeetsTheOthersRetry) {
+  for (const bool known : {false, true}) {
+    LoopbackWorld world(2);
+    world.run([&](int rank) {
+      if (known) EXPECT_EQ(sum_of_ones(world[rank], "x"), 2);
+      for (int round = 0; round < 5; ++round) {
+        std::vector<float> data{1};
+        const std::string text = error_of<UsageError>([&] {
+          call(world[rank], rank == 0 ? bad_root("x", data) : allreduce_of("x", data));
+        });
+        EXPECT_CONTAINS(text, "root 7");
+        EXPECT_EQ(sum_of_ones(world[rank], "x"), 2) << "round " << round;
+      }
+    });
+  }
+}
+
+TEST(Engine, RefusalOnAllRanksDoesNotHarmTheRetry) {
+  for (const bool known : {false, true}) {
+    LoopbackWorld world(2);
+    world.run([&](int rank) {
+      if (known) EXPECT_EQ(sum_of_ones(world[rank], "x"), 2);
+      for (int round = 0; round < 50; ++round) {
+        std::vector<float> data{1};
+        EXPECT_CONTAINS(error_of<UsageError>([&] { call(world[rank], bad_root("x", data)); }), "root 7");
+        ASSERT_EQ(sum_of_ones(world[rank], "x"), 2) << "round " << round;
+      }
+    });
+  }
+}
+
+TEST(Engine, RefusesWhatHasNoMeaning) {
+  LoopbackWorld world(1);
+  const auto refusal = [&](OpKind kind, DType dtype, std::vector<int64_t> shape, ReduceOp op,
+                           std::vector<int64_t> splits = {}) {
+    RequestPtr request = request_of(kind, "x");
+    request->description.op = op;
+    request->description.add_tensor(dtype, shape);
+    request->parts.resize(1);
+    request->rows.push_back(shape.empty() ? 1 : shape[0]);
+    request->splits = std::move(splits);
+    return error_of<UsageError>([&] { world[0].submit(request, Urgency::kWaited); });
+  };
+  const OpKind reduce = OpKind::kAllreduce, scatter = OpKind::kReducescatter;
+  EXPECT_CONTAINS(refusal(reduce, DType::kI32, {1}, ReduceOp::kAdasum), "floating-point");
+  EXPECT_CONTAINS(refusal(reduce, DType::kC64, {1}, ReduceOp::kMin), "complex64");
+  EXPECT_CONTAINS(refusal(reduce, DType::kBool, {1}, ReduceOp::kAverage), "bool");
+  EXPECT_CONTAINS(refusal(scatter, DType::kF32, {}, ReduceOp::kSum), "one dimension");
+  EXPECT_CONTAINS(refusal(scatter, DType::kF32, {1}, ReduceOp::kAdasum), "Adasum");
+  const OpKind swap = OpKind::kAlltoall;
+  EXPECT_CONTAINS(refusal(swap, DType::kF32, {3}, ReduceOp::kSum, {2}), "add up to 2");
+  EXPECT_CONTAINS(refusal(swap, DType::kF32, {3}, ReduceOp::kSum, {1, 2}), "2 numbers for 1");
+  EXPECT_CONTAINS(refusal(swap, DType::kF32, {3}, ReduceOp::kSum, {-3}), "negative");
+  EXPECT_EQ(sum_of_ones(world[0], "x"), 1);
+}
+
+// More different requests than the engine remembers.
+TEST(Engine, ForgottenRequestsTravelWhole) {
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    for (int round = 0; round < 2; ++round) {
+      std::vector<std::vector<int32_t>> data;
+      for (size_t i = 0; i < 4200; ++i) data.emplace_back(i, 1);
+      std::vector<HandlePtr> handles;
+      for (auto& values : data)
+        handles.push_back(world[rank].submit(allreduce_of("", values), Urgency::kWaited));
+      for (const HandlePtr& handle : handles) finish(world[rank], handle);
+      for (const auto& values : data)
+        for (const int32_t x : values) ASSERT_EQ(x, 2);
+    }
+  });
+}
+
+// ---- process sets and join ---------------------------------------------------------------------
+
+TEST(Engine, ProcessSetsWorkIndependently) {
+  LoopbackWorld world(4);
+  world.run([&](int rank) {
+    const int32_t low = add_set(world[rank], {0, 1}), odd = add_set(world[rank], {1, 3});
+    EXPECT_EQ(world[rank].ranks_of(odd), (std::vector<int>{1, 3}));
+    for (int step = 0; step < 10; ++step) {
+      if (rank <= 1) EXPECT_EQ(sum_of_ones(world[rank], "x", low), 2);
+      if (rank % 2) EXPECT_EQ(sum_of_ones(world[rank], "x", odd), 2);
+    }
+    EXPECT_EQ(sum_of_ones(world[rank], "x"), 4);
+    if (rank == 0)
+      EXPECT_CONTAINS(error_of<UsageError>([&] { sum_of_ones(world[rank], "x", odd); }),
+                      "rank 0 is not in process set");
+    EXPECT_EQ(sum_of_ones(world[rank], ""), 4);
+    remove_set(world[rank], odd);
+    EXPECT_CONTAINS(error_of<UsageError>([&] { sum_of_ones(world[rank], "x", odd); }), "no process set");
+    EXPECT_EQ(add_set(world[rank], {1, 3}), odd + 1);
+  });
+}
+
+TEST(Engine, ProcessSetsThatCannotBe) {
+  LoopbackWorld world(3);
+  world.run([&](int rank) {
+    const auto refusal = [&](std::vector<int64_t> ranks) {
+      return error_of<UsageError>([&] { add_set(world[rank], ranks); });
+    };
+    EXPECT_CONTAINS(refusal({0, 3}), "rank 3 does not exist");
+    EXPECT_CONTAINS(refusal({}), "at least one");
+    EXPECT_CONTAINS(refusal({1, 1}), "twice");
+    EXPECT_CONTAINS(refusal({0, 1, 2}), "process set 0 already has these ranks");
+    EXPECT_CONTAINS(refusal(rank == 2 ? std::vector<int64_t>{0} : std::vector<int64_t>{1}), "ranks");
+    EXPECT_CONTAINS(error_of<UsageError>([&] { remove_set(world[rank], 0); }), "world");
+    EXPECT_CONTAINS(error_of<UsageError>([&] { remove_set(world[rank], 9); }), "no process set 9");
+    EXPECT_EQ(sum_of_ones(world[rank], "x"), 3);
+  });
+}
+
+// What is in flight in a set when it is removed gets an error, known and new requests alike.
+TEST(Engine, RemovingAProcessSetFailsWhatIsOpenInIt) {
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    const int32_t set = add_set(world[rank], {0});
+    if (rank == 1) return remove_set(world[rank], set);
+    EXPECT_EQ(sum_of_ones(world[rank], "x", set), 1);
+    EXPECT_EQ(sum_of_ones(world[rank], "", set), 1);
+    // Lets rank 1's call arrive, so that the set is gone as soon as this rank removes it too.
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    RequestPtr removal = request_of(OpKind::kRemoveProcessSet, "");
+    removal->description.root = set;
+    const HandlePtr removed = world[rank].submit(removal, Urgency::kWaited);
+    std::vector<float> a{1}, b{1};
+    // All three travel together, the removal first: nobody drives in between.
+    const HandlePtr known = world[rank].submit(allreduce_of("x", a, ReduceOp::kSum, set), Urgency::kWaited);
+    const HandlePtr unnamed = world[rank].submit(allreduce_of("", b, ReduceOp::kSum, set), Urgency::kWaited);
+    finish(world[rank], removed);
+    // Whichever came first, each is done: with a result or with the reason.
+    for (const HandlePtr& handle : {known, unnamed})
+      EXPECT_TRUE(world[rank].wait(*handle, 10)) << "never done";
+  });
+}
+
+TEST_P(EverySize, JoinContributesZeros) {
+  LoopbackWorld world(GetParam());
+  const int n = GetParam();
+  world.run([&](int rank) {
+    for (int epoch = 0; epoch < 2; ++epoch) {
+      for (int step = 0; step <= rank; ++step) {
+        EXPECT_EQ(sum_of_ones(world[rank], "x"), static_cast<float>(n - step));
+        EXPECT_EQ(sum_of_ones(world[rank], ""), static_cast<float>(n - step));
+        std::vector<int32_t> mine{rank, step};
+        RequestPtr gather = request_of(OpKind::kAllgather, "g");
+        add_vector(*gather, mine);
+        const HandlePtr handle = gather->handle;
+        call(world[rank], gather);
+        std::vector<int64_t> rows(static_cast<size_t>(n), 2);
+        std::fill(rows.begin(), rows.begin() + step, 0);
+        EXPECT_EQ(handle->outputs.at(0).rows, rows);
+      }
+      EXPECT_EQ(join(world[rank]), n - 1);
+    }
+    EXPECT_EQ(sum_of_ones(world[rank], ""), static_cast<float>(n));
+  });
+}
+
+TEST(Engine, JoinRefusesWhatNeedsEveryone) {
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    if (rank == 1) {
+      std::vector<float> data{1, 2};
+      RequestPtr swap = request_of(OpKind::kAlltoall, "a");
+      add_vector(*swap, data);
+      swap->splits = {1, 1};
+      EXPECT_CONTAINS(error_of<UsageError>([&] { call(world[rank], swap); }), "rank 0 has joined");
+      RequestPtr spread = request_of(OpKind::kBroadcast, "b");
+      spread->description.root = 0;
+      add_vector(*spread, data);
+      EXPECT_CONTAINS(error_of<UsageError>([&] { call(world[rank], spread); }), "root, rank 0");
+    }
+    EXPECT_EQ(join(world[rank]), 1);
+  });
+}
+
+// A rank that has joined knows no priorities of its own; the order must be the others'.
+TEST(Engine, JoinKeepsTheOrderOfPriorities) {
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    std::vector<float> a(10, 1);
+    std::vector<int32_t> b(3, 1);
+    const auto step = [&] {
+      RequestPtr first = allreduce_of("a", a);
+      RequestPtr second = allreduce_of("b", b, ReduceOp::kMax);
+      first->priority = -1;
+      std::vector<HandlePtr> handles{world[rank].submit(first, Urgency::kWaited),
+                                     world[rank].submit(second, Urgency::kWaited)};
+      for (const HandlePtr& handle : handles) finish(world[rank], handle);
+    };
+    step();
+    EXPECT_EQ(a, std::vector<float>(10, 2));
+    if (rank == 1) {
+      for (int i = 0; i < 5; ++i) step();
+      EXPECT_EQ(a, std::vector<float>(10, 2));
+      EXPECT_EQ(b, std::vector<int32_t>(3, 1));
+    }
+    EXPECT_EQ(join(world[rank]), 1);
+  });
+}
+
+}  // namespace
+}  // namespace bagua

@@ -1,0 +1,285 @@
+// The engine when ranks leave, die, fall silent or do not come.
+#include <gtest/gtest.h>
+
+#include <atomic>
+
+#include "engine/loopback_world.h"
+
+namespace bagua {
+namespace {
+
+class EveryDriver : public testing::TestWithParam<bool> {
+ protected:
+  Config config() const {
+    Config config = quiet_config();
+    config.inline_drive = GetParam();
+    return config;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(EngineFailure, EveryDriver, testing::Bool(), [](const auto& info) {
+  return info.param ? "Inline" : "Thread";
+});
+
+// ---- shutting down -----------------------------------------------------------------------------
+
+TEST_P(EveryDriver, RequestsAfterStopAreRefused) {
+  LoopbackWorld world(2, config());
+  world.stop();
+  const std::string text = error_of<UsageError>([&] { sum_of_ones(world[0], "x"); });
+  EXPECT_CONTAINS(text, "shut down");
+}
+
+TEST_P(EveryDriver, OneThatShutsDownEarlyFailsThoseThatNeedIt) {
+  for (int early = 0; early < 3; ++early) {
+    LoopbackWorld world(3, config());
+    world.run([&](int rank) {
+      EXPECT_EQ(sum_of_ones(world[rank], "x"), 3);
+      if (rank == early) return world[rank].stop();
+      const std::string who = "rank " + std::to_string(early) + " has shut down";
+      for (const char* name : {"x", "new", ""})
+        EXPECT_CONTAINS(error_of<PeerError>([&] { sum_of_ones(world[rank], name); }), who);
+    });
+  }
+}
+
+TEST_P(EveryDriver, OneThatShutsDownEarlyLeavesOtherSetsAlone) {
+  LoopbackWorld world(3, config());
+  world.run([&](int rank) {
+    const int32_t set = add_set(world[rank], {1, 2});
+    if (rank == 0) return world[rank].stop();
+    for (int step = 0; step < 20; ++step) EXPECT_EQ(sum_of_ones(world[rank], "x", set), 2);
+  });
+}
+
+// What is in flight here fails here, and on the others, who would wait for ever.
+TEST_P(EveryDriver, StopFailsWhatIsInFlight) {
+  LoopbackWorld world(2, config());
+  std::atomic<bool> stopped{false};
+  world.run([&](int rank) {
+    std::vector<float> data{1};
+    if (rank == 0) {
+      const HandlePtr handle = world[rank].submit(allreduce_of("x", data), Urgency::kNow);
+      world[rank].stop();
+      EXPECT_CONTAINS(error_of<UsageError>([&] { finish(world[rank], handle); }), "in flight");
+      stopped = true;
+    } else {
+      while (!stopped) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      EXPECT_CONTAINS(error_of<PeerError>([&] { call(world[rank], allreduce_of("x", data)); }),
+                      "rank 0 has shut down");
+    }
+  });
+}
+
+// One thread of a rank shuts down while another waits, without a deadline, for what never comes.
+TEST_P(EveryDriver, StopEndsWaitsOfOtherThreads) {
+  LoopbackWorld world(2, config());
+  run_ranks(2, [&](int thread) {
+    if (thread == 0) {
+      EXPECT_CONTAINS(error_of<UsageError>([&] { sum_of_ones(world[0], "x"); }), "shut down");
+    } else {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      world[0].stop();
+    }
+  });
+}
+
+// All ranks have submitted, so the exchange may have been agreed when they shut down: each handle
+// has the sum or an error, and every rank comes to its end.
+TEST_P(EveryDriver, StopRightAfterSubmitting) {
+  for (int round = 0; round < 50; ++round) {
+    LoopbackWorld world(3, config());
+    world.run([&](int rank) {
+      std::vector<float> data(5000, 1);
+      const HandlePtr handle = world[rank].submit(allreduce_of("x", data), Urgency::kNow);
+      for (int spin = 0; spin < round * rank * 100; ++spin) std::this_thread::yield();
+      world[rank].stop();
+      ASSERT_TRUE(world[rank].wait_stopped(30)) << "rank " << rank << ", round " << round;
+      ASSERT_TRUE(handle->done());
+      if (!handle->failure()) EXPECT_EQ(data, std::vector<float>(5000, 3));
+    });
+    if (HasFatalFailure()) std::abort();  // the world cannot be taken down any more
+  }
+}
+
+TEST_P(EveryDriver, JoinEndsWhenTheOthersShutDown) {
+  LoopbackWorld world(3, config());
+  world.run([&](int rank) {
+    if (rank == 2) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      return world[rank].stop();
+    }
+    RequestPtr request = request_of(OpKind::kJoin, "");
+    const HandlePtr handle = world[rank].submit(request, Urgency::kWaited);
+    EXPECT_TRUE(world[rank].wait(*handle, 10)) << "rank " << rank << " waits for ever";
+  });
+}
+
+// ---- death and silence -------------------------------------------------------------------------
+
+TEST_P(EveryDriver, DeathIsAnErrorThatNamesTheRank) {
+  for (int dead = 0; dead < 3; ++dead) {
+    LoopbackWorld world(3, config());
+    world.run([&](int rank) {
+      EXPECT_EQ(sum_of_ones(world[rank], "x"), 3);
+      if (rank == dead) return world.die(rank);
+      const std::string who = "rank " + std::to_string(dead) + " (host h" + std::to_string(dead) + ")";
+      const std::string text = error_of<PeerError>([&] { sum_of_ones(world[rank], "x"); });
+      EXPECT_CONTAINS(text, who);
+      EXPECT_CONTAINS(text, "is gone");
+      // Everything later gets the same.
+      EXPECT_EQ(error_of<PeerError>([&] { sum_of_ones(world[rank], "y"); }), text);
+      ASSERT_TRUE(world[rank].failure());
+      EXPECT_EQ(world[rank].failure()->what, text);
+    });
+  }
+}
+
+TEST_P(EveryDriver, DeathFailsEveryOpenHandle) {
+  LoopbackWorld world(3, config());
+  world.run([&](int rank) {
+    if (rank == 2) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      return world.die(rank);
+    }
+    std::vector<std::vector<float>> data(50, std::vector<float>(10, 1));
+    std::vector<HandlePtr> handles;
+    for (auto& values : data) {
+      const std::string name = handles.size() % 2 ? "" : "t" + std::to_string(handles.size());
+      handles.push_back(world[rank].submit(allreduce_of(name, values), Urgency::kSoon));
+    }
+    for (const HandlePtr& handle : handles)
+      EXPECT_CONTAINS(error_of<PeerError>([&] { finish(world[rank], handle); }), "rank 2");
+  });
+}
+
+// Rank 1 of two that agrees to an exchange, but whose part in it never comes.
+class MutePeer {
+ public:
+  explicit MutePeer(const Config& config)
+      : hub_(2), board_(2), channel_(board_.connect(1)),
+        engine(config, hub_.connect(0), board_.connect(0), {"host h0", "host h1"}) {}
+  ~MutePeer() { board_.lose(1); }  // else rank 0 would wait for its goodbye
+
+  // Reports `request` ready, and answers rank 0 until `over`, or until it is to fall silent.
+  void agree(const Request& request, bool answers, const std::function<bool()>& over) {
+    Report report;
+    report.full.push_back({{request.name, 0}, request.description.encode(), ""});
+    Writer w;
+    report.encode(w);
+    channel_->send(0, w.bytes());
+    for (bool agreed = false; !over();) {
+      std::vector<Message> inbox;
+      channel_->receive(1000, inbox);
+      for (const Message& message : inbox) {
+        Reader r(message.bytes);
+        const auto type = r.get<MessageType>();
+        agreed = agreed || type == MessageType::kDecision;
+        if (type == MessageType::kPing && answers) channel_->send(0, text_message(MessageType::kPong));
+      }
+      if (agreed && dies) return board_.lose(1);
+    }
+  }
+  bool dies = false;
+
+ private:
+  LoopbackHub hub_;
+  LoopbackSwitchboard board_;
+  std::unique_ptr<Channel> channel_;
+
+ public:
+  Engine engine;
+};
+
+std::string failure_with(MutePeer& peer, bool answers) {
+  std::vector<float> data(1000, 1);
+  const RequestPtr request = allreduce_of("x", data);
+  std::string text;
+  run_ranks(2, [&](int rank) {
+    if (rank == 1) return peer.agree(*request, answers, [&] { return request->handle->done(); });
+    text = error_of<PeerError>([&] { call(peer.engine, request); });
+  });
+  return text;
+}
+
+TEST_P(EveryDriver, DeathInTheMiddleOfAnExchange) {
+  MutePeer peer(config());
+  peer.dies = true;
+  EXPECT_CONTAINS(failure_with(peer, true), "rank 1 (host h1) is gone");
+}
+
+TEST_P(EveryDriver, SilenceInTheMiddleOfAnExchange) {
+  Config impatient = config();
+  impatient.peer_timeout_s = 0.5;
+  MutePeer peer(impatient);
+  EXPECT_CONTAINS(failure_with(peer, false), "rank 1 (host h1) has not answered");
+}
+
+TEST_P(EveryDriver, ExchangeWithoutProgressFails) {
+  Config strict = config();
+  strict.stall_fail_s = 0.5;
+  MutePeer peer(strict);
+  const std::string text = failure_with(peer, true);
+  EXPECT_CONTAINS(text, "made no progress");
+  EXPECT_CONTAINS(text, "stall_fail_s");
+}
+
+TEST_P(EveryDriver, SilenceIsAnErrorThatNamesTheRank) {
+  Config impatient = config();
+  impatient.peer_timeout_s = 0.5;
+  for (const int silent : {0, 2}) {
+    LoopbackWorld world(3, impatient);
+    std::atomic<int> failed{0};
+    world.run([&](int rank) {
+      EXPECT_EQ(sum_of_ones(world[rank], "x"), 3);
+      if (rank == silent) {
+        world.board.freeze(rank, true);
+        while (failed < 2) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        world.board.freeze(rank, false);
+        return;
+      }
+      const std::string text = error_of<PeerError>([&] { sum_of_ones(world[rank], "x"); });
+      ++failed;
+      EXPECT_CONTAINS(text, "rank " + std::to_string(silent) + " (host h");
+      EXPECT_CONTAINS(text, "has not answered");
+      EXPECT_CONTAINS(text, "peer_timeout_s");
+    });
+  }
+}
+
+// A rank that computes for long answers pings all the while: that is no silence.
+TEST_P(EveryDriver, SlownessIsNoError) {
+  Config impatient = config();
+  impatient.peer_timeout_s = 0.5;
+  LoopbackWorld world(3, impatient);
+  world.run([&](int rank) {
+    EXPECT_EQ(sum_of_ones(world[rank], "x"), 3);
+    if (rank == 1) std::this_thread::sleep_for(std::chrono::seconds(5));
+    EXPECT_EQ(sum_of_ones(world[rank], "x"), 3);
+  });
+}
+
+// ---- stalls ------------------------------------------------------------------------------------
+
+TEST_P(EveryDriver, StallFailsTheRequestButNotTheEngine) {
+  Config strict = config();
+  strict.stall_fail_s = 0.5;
+  LoopbackWorld world(3, strict);
+  std::atomic<int> failed{0};
+  world.run([&](int rank) {
+    EXPECT_EQ(sum_of_ones(world[rank], "known"), 3);
+    for (const char* name : {"known", "new", ""}) {
+      if (rank == 1) continue;
+      const std::string text = error_of<PeerError>([&] { sum_of_ones(world[rank], name); });
+      EXPECT_CONTAINS(text, "rank 1 not ready after");
+      EXPECT_CONTAINS(text, "stall_fail_s");
+      if (*name) EXPECT_CONTAINS(text, name);
+    }
+    ++failed;
+    while (failed < 3) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    EXPECT_EQ(sum_of_ones(world[rank], "other"), 3);
+    EXPECT_EQ(sum_of_ones(world[rank], "known"), 3);
+  });
+}
+
+}  // namespace
+}  // namespace bagua

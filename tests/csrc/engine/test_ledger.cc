@@ -1,0 +1,361 @@
+// Rank 0's book by itself: reports in, decisions out.
+#include "engine/ledger.h"
+
+#include <gtest/gtest.h>
+
+namespace bagua {
+namespace {
+
+Description sum_of(int64_t count) {
+  Description d;
+  d.add_tensor(DType::kF32, {count});
+  return d;
+}
+
+Report::Full full(const std::string& name, const Description& d, uint64_t seq = 0) {
+  return {{name, seq}, d.encode(), ""};
+}
+Report::Full refusal(const std::string& name, const std::string& why) { return {{name, 0}, "", why}; }
+
+// A ledger with a shorter way to tell it things, at a clock that the test sets.
+class Book {
+ public:
+  explicit Book(int size) : ledger(size) {}
+  void tell(int rank, const Report::Full& f, int32_t set = 0) {
+    Report r;
+    r.set = set;
+    r.full.push_back(f);
+    ledger.report(rank, r, now_s);
+  }
+  void bit(int rank, int32_t id, int32_t set = 0) {
+    Report r;
+    r.set = set;
+    r.ids.push_back(id);
+    ledger.report(rank, r, now_s);
+  }
+  void again(int rank, uint64_t seq, int32_t id) {
+    Report r;
+    r.unnamed.push_back({seq, id});
+    ledger.report(rank, r, now_s);
+  }
+  void join(int rank) {
+    Report r;
+    r.join = true;
+    ledger.report(rank, r, now_s);
+  }
+  // Everything decided since, as one decision.
+  Decision take() {
+    Decision all;
+    for (Decision& d : ledger.take()) {
+      const auto move = [](auto& from, auto& to) { to.insert(to.end(), from.begin(), from.end()); };
+      move(d.definitions, all.definitions);
+      move(d.agreed, all.agreed);
+      move(d.rejections, all.rejections);
+      if (d.last_joined >= 0) all.last_joined = d.last_joined;
+    }
+    return all;
+  }
+  void nothing() { EXPECT_TRUE(ledger.take().empty()); }
+  int32_t know(const std::string& name, const Description& d) {
+    for (const int rank : ledger.ranks_of(0)) tell(rank, full(name, d));
+    return take().agreed.at(0).id;
+  }
+  int32_t add_set(const std::vector<int64_t>& ranks) {
+    Description d;
+    d.kind = OpKind::kAddProcessSet;
+    d.layout = ranks;
+    for (const int rank : ledger.ranks_of(0)) tell(rank, full("", d, ++seq));
+    EXPECT_EQ(take().agreed.size(), 1u);
+    return ++sets;
+  }
+
+  Ledger ledger;
+  double now_s = 100;
+  uint64_t seq = 1000;
+  int32_t sets = 0;
+};
+
+std::string only_rejection(Book& book) {
+  const Decision d = book.take();
+  EXPECT_TRUE(d.agreed.empty());
+  EXPECT_EQ(d.rejections.size(), 1u);
+  return d.rejections.empty() ? "" : d.rejections[0].text;
+}
+#define EXPECT_HAS(text, part) EXPECT_NE((text).find(part), std::string::npos) << text
+
+TEST(Ledger, AgreesWhenTheLastMemberHasReported) {
+  Book book(3);
+  book.tell(2, full("x", sum_of(4)));
+  book.tell(0, full("x", sum_of(4)));
+  book.nothing();
+  EXPECT_TRUE(book.ledger.any_open());
+  book.tell(1, full("x", sum_of(4)));
+  const Decision d = book.take();
+  ASSERT_EQ(d.definitions.size(), 1u);
+  EXPECT_EQ(d.definitions[0].name, "x");
+  ASSERT_EQ(d.agreed.size(), 1u);
+  EXPECT_EQ(d.agreed[0].id, d.definitions[0].id);
+  EXPECT_FALSE(book.ledger.any_open());
+}
+
+TEST(Ledger, KnownRequestsNeedOnlyBits) {
+  Book book(2);
+  const int32_t x = book.know("x", sum_of(1)), y = book.know("y", sum_of(2));
+  book.bit(0, y);
+  book.bit(0, x);
+  book.bit(1, x);
+  Decision d = book.take();
+  EXPECT_TRUE(d.definitions.empty());
+  ASSERT_EQ(d.agreed.size(), 1u);
+  EXPECT_EQ(d.agreed[0].id, x);
+  book.bit(1, y);
+  EXPECT_EQ(book.take().agreed.at(0).id, y);
+}
+
+TEST(Ledger, UnnamedRequestsMatchByPosition) {
+  Book book(2);
+  book.tell(0, full("", sum_of(1), 1));
+  book.tell(0, full("", sum_of(2), 2));
+  book.tell(1, full("", sum_of(1), 1));
+  Decision d = book.take();
+  ASSERT_EQ(d.agreed.size(), 1u);
+  EXPECT_EQ(d.agreed[0].seq, 1u);
+  const int32_t id = d.agreed[0].id;
+  book.tell(1, full("", sum_of(1), 2));
+  EXPECT_HAS(only_rejection(book), "shape: [2] on rank 0, [1] on rank 1");
+  book.again(0, 3, id);
+  book.again(1, 3, id);
+  EXPECT_EQ(book.take().agreed.at(0).id, id);
+}
+
+TEST(Ledger, ChangedDescriptionMeetsBitsOfTheOldOne) {
+  for (const bool bit_first : {true, false}) {
+    Book book(2);
+    const int32_t x = book.know("x", sum_of(1));
+    if (bit_first) book.bit(0, x);
+    book.tell(1, full("x", sum_of(2)));
+    if (!bit_first) book.bit(0, x);
+    EXPECT_HAS(only_rejection(book), "disagree on shape");
+    // The old agreement still stands.
+    book.bit(0, x);
+    book.bit(1, x);
+    EXPECT_EQ(book.take().agreed.at(0).id, x);
+  }
+}
+
+TEST(Ledger, AllMembersMayChangeADescription) {
+  Book book(2);
+  const int32_t x = book.know("x", sum_of(1));
+  book.tell(0, full("x", sum_of(2)));
+  book.tell(1, full("x", sum_of(2)));
+  const Decision d = book.take();
+  ASSERT_EQ(d.definitions.size(), 1u);
+  EXPECT_EQ(d.definitions[0].id, x);
+  EXPECT_EQ(d.agreed.at(0).id, x);
+}
+
+TEST(Ledger, MismatchNamesRanksAndValues) {
+  Book book(4);
+  for (const int rank : {0, 1, 3}) book.tell(rank, full("x", sum_of(4)));
+  Description other = sum_of(4);
+  other.op = ReduceOp::kMax;
+  book.tell(2, full("x", other));
+  const std::string text = only_rejection(book);
+  EXPECT_HAS(text, "x: ");
+  EXPECT_HAS(text, "reduce op: sum on ranks 0, 1, 3, max on rank 2");
+}
+
+TEST(Ledger, RefusalWaitsForTheOthersThenFailsAll) {
+  Book book(2);
+  book.tell(0, refusal("x", "no such root"));
+  book.nothing();
+  book.tell(1, full("x", sum_of(1)));
+  EXPECT_HAS(only_rejection(book), "rank 0: no such root");
+  EXPECT_FALSE(book.ledger.any_open());
+}
+
+TEST(Ledger, SecondTryAfterARefusalWaitsForTheOthersSecond) {
+  Book book(2);
+  book.tell(0, refusal("x", "bad"));
+  book.tell(0, full("x", sum_of(1)));
+  book.tell(1, full("x", sum_of(1)));
+  EXPECT_HAS(only_rejection(book), "bad");
+  book.tell(1, full("x", sum_of(1)));
+  EXPECT_EQ(book.take().agreed.size(), 1u);
+}
+
+TEST(Ledger, RefusalOfAKnownNameMeetsBits) {
+  Book book(3);
+  const int32_t x = book.know("x", sum_of(1));
+  book.bit(0, x);
+  book.tell(1, refusal("x", "bad"));
+  book.bit(1, x);
+  book.bit(2, x);
+  EXPECT_HAS(only_rejection(book), "rank 1: bad");
+  book.bit(0, x);
+  book.bit(2, x);
+  EXPECT_EQ(book.take().agreed.size(), 1u);
+}
+
+TEST(Ledger, MemberThatLeftFailsWhatNeedsIt) {
+  Book book(3);
+  const int32_t x = book.know("x", sum_of(1));
+  book.bit(0, x);
+  book.tell(0, full("y", sum_of(1)));
+  book.ledger.leave(1);
+  Decision d = book.take();
+  ASSERT_EQ(d.rejections.size(), 2u);
+  for (const auto& rejection : d.rejections) {
+    EXPECT_EQ(rejection.kind, ErrorKind::kPeer);
+    EXPECT_HAS(rejection.text, "rank 1 has shut down");
+  }
+  book.bit(2, x);  // and later
+  EXPECT_HAS(only_rejection(book), "rank 1 has shut down");
+}
+
+TEST(Ledger, MemberThatLeftAfterReportingIsNotMissed) {
+  Book book(2);
+  const int32_t x = book.know("x", sum_of(1));
+  book.bit(1, x);
+  book.ledger.leave(1);
+  book.take();
+  book.bit(0, x);
+  // Agreed or rejected, but decided: rank 0 must not wait.
+  const Decision d = book.take();
+  EXPECT_EQ(d.agreed.size() + d.rejections.size(), 1u);
+}
+
+TEST(Ledger, JoinedMembersAreNotWaitedFor) {
+  Book book(3);
+  const int32_t x = book.know("x", sum_of(1));
+  book.bit(0, x);
+  book.join(2);
+  book.nothing();
+  book.bit(1, x);
+  EXPECT_EQ(book.take().agreed.size(), 1u);
+  book.join(0);
+  EXPECT_EQ(book.take().last_joined, -1);
+  book.join(1);
+  EXPECT_EQ(book.take().last_joined, 1);
+  book.bit(0, x);  // all are back
+  book.bit(1, x);
+  book.nothing();
+}
+
+TEST(Ledger, JoinSettlesWhatIsAlreadyOpen) {
+  Book book(2);
+  const int32_t x = book.know("x", sum_of(1));
+  book.bit(0, x);
+  book.tell(0, full("y", sum_of(1)));
+  book.join(1);
+  EXPECT_EQ(book.take().agreed.size(), 2u);
+}
+
+TEST(Ledger, JoinCompletesWhenTheRestLeaves) {
+  Book book(3);
+  book.join(0);
+  book.join(1);
+  book.nothing();
+  book.ledger.leave(2);
+  EXPECT_EQ(book.take().last_joined, 1);
+}
+
+TEST(Ledger, JoinNeedsEveryMemberThatIsThere) {
+  Book book(3);
+  book.join(1);
+  book.ledger.leave(1);
+  book.join(0);
+  EXPECT_EQ(book.take().last_joined, -1) << "rank 2 has not joined";
+  book.join(2);
+  EXPECT_EQ(book.take().last_joined, 2);
+}
+
+TEST(Ledger, JoinRefusesAlltoallAndItsRoot) {
+  Book book(2);
+  book.join(1);
+  Description swap = sum_of(1);
+  swap.kind = OpKind::kAlltoall;
+  book.tell(0, full("a", swap));
+  EXPECT_HAS(only_rejection(book), "rank 1 has joined");
+  Description spread = sum_of(1);
+  spread.kind = OpKind::kBroadcast;
+  spread.root = 1;
+  book.tell(0, full("b", spread));
+  EXPECT_HAS(only_rejection(book), "its root, rank 1, has joined");
+  spread.root = 0;
+  book.tell(0, full("b", spread));
+  EXPECT_EQ(book.take().agreed.size(), 1u);
+}
+
+TEST(Ledger, ProcessSetsHaveTheirOwnBook) {
+  Book book(3);
+  const int32_t set = book.add_set({0, 2});
+  EXPECT_EQ(book.ledger.ranks_of(set), (std::vector<int>{0, 2}));
+  book.tell(0, full("x", sum_of(1)), set);
+  book.tell(1, full("x", sum_of(1)), set);  // not a member: ignored
+  book.tell(1, full("x", sum_of(1)));       // the world's x is another
+  book.nothing();
+  book.tell(2, full("x", sum_of(1)), set);
+  const std::vector<Decision> decisions = book.ledger.take();
+  ASSERT_EQ(decisions.size(), 1u);
+  EXPECT_EQ(decisions[0].set, set);
+  EXPECT_EQ(decisions[0].agreed.size(), 1u);
+}
+
+TEST(Ledger, RemovedProcessSetDecidesEverythingReported) {
+  Book book(3);
+  const int32_t set = book.add_set({0, 2});
+  for (const int rank : {0, 2}) book.tell(rank, full("known", sum_of(1)), set);
+  const int32_t known = book.take().agreed.at(0).id;
+  book.tell(0, full("open", sum_of(1)), set);
+  Description removal;
+  removal.kind = OpKind::kRemoveProcessSet;
+  removal.root = set;
+  for (const int rank : {0, 1, 2}) book.tell(rank, full("", removal, 1));
+  Decision d = book.take();
+  ASSERT_EQ(d.rejections.size(), 1u);
+  EXPECT_EQ(d.rejections[0].key.name, "open");
+  book.tell(2, full("late", sum_of(1)), set);
+  EXPECT_EQ(book.take().rejections.size(), 1u);
+  book.bit(2, known, set);
+  EXPECT_EQ(book.take().rejections.size(), 1u) << "a bit is a request too";
+}
+
+TEST(Ledger, StallsNameWhoIsMissing) {
+  Book book(4);
+  const int32_t x = book.know("x", sum_of(1));
+  book.bit(1, x);
+  book.now_s = 105;
+  book.tell(0, full("", sum_of(1), 1));
+  EXPECT_TRUE(book.ledger.stalls(106, 10).empty());
+  auto stalls = book.ledger.stalls(111, 10);
+  ASSERT_EQ(stalls.size(), 1u);
+  EXPECT_EQ(stalls[0].label, "x");
+  EXPECT_EQ(stalls[0].missing, (std::vector<int>{0, 2, 3}));
+  stalls = book.ledger.stalls(116, 10);
+  ASSERT_EQ(stalls.size(), 2u);
+  EXPECT_EQ(stalls[1].label, "allreduce #1");
+  EXPECT_EQ(stalls[1].missing, (std::vector<int>{1, 2, 3}));
+  for (const auto& stall : stalls) book.ledger.reject(stall, stall.label + " is late");
+  EXPECT_EQ(book.take().rejections.size(), 2u);
+  EXPECT_FALSE(book.ledger.any_open());
+  for (int rank = 0; rank < 4; ++rank) book.bit(rank, x);
+  EXPECT_EQ(book.take().agreed.size(), 1u);
+}
+
+TEST(Ledger, RemembersOnlySoManyUnnamed) {
+  Book book(1);
+  constexpr uint64_t kMany = 5000;
+  int forgotten = 0;
+  for (uint64_t i = 1; i <= kMany; ++i) {
+    book.tell(0, full("", sum_of(static_cast<int64_t>(i)), i));
+    const Decision d = book.take();
+    ASSERT_EQ(d.agreed.size(), 1u);
+    ASSERT_EQ(d.definitions.size(), 1u);
+    forgotten += d.agreed[0].id == Decision::kForgotten;
+  }
+  EXPECT_EQ(forgotten, static_cast<int>(kMany) - (1 << 12));
+}
+
+}  // namespace
+}  // namespace bagua

@@ -1,0 +1,128 @@
+// Conversions of 16-bit floats, against arithmetic in double that knows nothing of bit tricks.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "kernel/half.h"
+
+namespace bagua {
+namespace {
+
+struct Format {
+  int exponent_bits;
+  int mantissa_bits;
+  int bias() const { return (1 << (exponent_bits - 1)) - 1; }
+  int least_exponent() const { return 1 - bias(); }
+};
+constexpr Format kF16{5, 10}, kBF16{8, 7};
+
+// The value of a pattern, by the definition of the format.
+double value_of(Format f, uint16_t bits) {
+  const double sign = bits & 0x8000 ? -1 : 1;
+  const int exponent = (bits & 0x7fff) >> f.mantissa_bits;
+  const int mantissa = bits & ((1 << f.mantissa_bits) - 1);
+  if (exponent == (1 << f.exponent_bits) - 1)
+    return mantissa ? std::numeric_limits<double>::quiet_NaN()
+                    : sign * std::numeric_limits<double>::infinity();
+  const double fraction = std::ldexp(mantissa, -f.mantissa_bits);
+  return sign * (exponent == 0 ? std::ldexp(fraction, f.least_exponent())
+                               : std::ldexp(1 + fraction, exponent - f.bias()));
+}
+
+// Round to nearest even, in double: steps of the exponent's size.
+double rounded(Format f, double x) {
+  if (x == 0 || !std::isfinite(x)) return x;
+  const int exponent = std::max(std::ilogb(x), f.least_exponent());
+  const double step = std::ldexp(1, exponent - f.mantissa_bits);
+  const double y = std::nearbyint(x / step) * step;
+  const double limit = std::ldexp(1, f.bias() + 1);
+  return std::fabs(y) >= limit ? std::copysign(std::numeric_limits<double>::infinity(), x) : y;
+}
+
+template <class Half>
+Half from_float(float x);
+template <>
+F16 from_float(float x) {
+  return to_f16(x);
+}
+template <>
+BF16 from_float(float x) {
+  return to_bf16(x);
+}
+
+template <class Half>
+void every_pattern_survives(Format format) {
+  for (int i = 0; i <= 0xffff; ++i) {
+    const auto bits = static_cast<uint16_t>(i);
+    const double expected = value_of(format, bits);
+    const float x = to_float(Half{bits});
+    if (std::isnan(expected)) {
+      ASSERT_TRUE(std::isnan(x)) << std::hex << i;
+      ASSERT_TRUE(std::isnan(value_of(format, from_float<Half>(x).bits))) << std::hex << i;
+      ASSERT_EQ(from_float<Half>(x).bits & 0x8000, i & 0x8000) << std::hex << i;
+      continue;
+    }
+    ASSERT_EQ(x, expected) << std::hex << i;
+    ASSERT_EQ(std::signbit(x), std::signbit(expected)) << std::hex << i;
+    ASSERT_EQ(from_float<Half>(x).bits, bits) << std::hex << i;
+  }
+}
+
+TEST(Half, EveryF16PatternSurvives) { every_pattern_survives<F16>(kF16); }
+TEST(Half, EveryBF16PatternSurvives) { every_pattern_survives<BF16>(kBF16); }
+
+template <class Half>
+void expect_rounded(Format format, float x) {
+  const uint16_t bits = from_float<Half>(x).bits;
+  const double y = value_of(format, bits);
+  if (std::isnan(x)) {
+    EXPECT_TRUE(std::isnan(y)) << std::hexfloat << x;
+    return;
+  }
+  EXPECT_EQ(y, rounded(format, x)) << std::hexfloat << x;
+  EXPECT_EQ((bits & 0x8000) != 0, std::signbit(x)) << std::hexfloat << x;
+}
+
+// Around every value a half can have and every tie between two of them.
+template <class Half>
+void rounds_around_every_value_and_tie(Format format) {
+  const uint16_t infinity = static_cast<uint16_t>(((1 << format.exponent_bits) - 1)
+                                                  << format.mantissa_bits);
+  for (uint16_t bits = 0; bits < infinity; ++bits) {
+    const double low = value_of(format, bits);
+    const auto next = static_cast<uint16_t>(bits + 1);
+    const double high = next == infinity ? std::ldexp(1, format.bias() + 1) : value_of(format, next);
+    for (const double x : {low, (low + high) / 2}) {
+      const auto center = static_cast<float>(x);
+      for (const float y : {std::nextafter(center, 0.0f), center, std::nextafter(center, INFINITY)})
+        for (const float z : {y, -y}) expect_rounded<Half>(format, z);
+    }
+    if (testing::Test::HasFailure()) return;
+  }
+}
+
+TEST(Half, F16RoundsToNearestEven) { rounds_around_every_value_and_tie<F16>(kF16); }
+TEST(Half, BF16RoundsToNearestEven) { rounds_around_every_value_and_tie<BF16>(kBF16); }
+
+TEST(Half, FloatsFromEverywhere) {
+  std::vector<float> floats = {0.0f, INFINITY, NAN, 65504.0f, 65519.99f, 65520.0f, 3.4e38f};
+  floats.push_back(std::numeric_limits<float>::denorm_min());
+  floats.push_back(std::numeric_limits<float>::min());
+  floats.push_back(std::numeric_limits<float>::max());
+  floats.push_back(bits_float(0x7f800001u));  // a NaN whose upper mantissa bits are all zero
+  std::mt19937 random(1);
+  for (int i = 0; i < 200000; ++i) floats.push_back(bits_float(random()));
+  for (const float x : floats) {
+    expect_rounded<F16>(kF16, x);
+    expect_rounded<F16>(kF16, -x);
+    expect_rounded<BF16>(kBF16, x);
+    expect_rounded<BF16>(kBF16, -x);
+    if (HasFailure()) return;
+  }
+}
+
+}  // namespace
+}  // namespace bagua

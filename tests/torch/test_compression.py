@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+pytestmark = pytest.mark.ranks(1, 3)
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_floating_tensors_travel_in_two_bytes_per_value(everyone, hvd, name):
+    compression = getattr(hvd.Compression, name)
+    tensors = everyone.draw((50,))
+    wire = [compression.compress(tensor)[0] for tensor in tensors]
+    assert wire[0].dtype == compression.wire_dtype
+    assert wire[0].element_size() == 2
+    expected = everyone.reduced(wire, hvd.Average).float()
+    result = hvd.allreduce(tensors[everyone.me], compression=compression)
+    assert result.dtype == torch.float32
+    assert_close(result, expected, rtol=1e-2, atol=1e-2)
+    if everyone.size == 1:
+        assert torch.equal(result, tensors[0].to(compression.wire_dtype).float())
+    grouped = hvd.grouped_allreduce([tensors[everyone.me]], compression=compression)
+    assert torch.equal(grouped[0], result)
+    shares = hvd.reducescatter(tensors[everyone.me], compression=compression)
+    assert_close(shares, everyone.share(expected), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["none", "fp16", "bf16"])
+def test_integers_pass_through(everyone, hvd, name):
+    tensors = everyone.draw((50,), torch.int32)
+    result = hvd.allreduce(
+        tensors[everyone.me], op=hvd.Sum, compression=getattr(hvd.Compression, name)
+    )
+    assert torch.equal(result, everyone.reduced(tensors, hvd.Sum))
+
+
+def test_a_compressor_of_the_users_own(everyone, hvd):
+    class Halves(hvd.Compressor):
+        @staticmethod
+        def compress(tensor):
+            return tensor[: len(tensor) // 2], len(tensor)
+
+        @staticmethod
+        def decompress(tensor, ctx):
+            return torch.cat([tensor, tensor.new_zeros(ctx - len(tensor))])
+
+    class Scaled(hvd.Compression.fp16):
+        @classmethod
+        def compress(cls, tensor):
+            return super().compress(tensor * 0.5)
+
+    tensors = everyone.draw((10,))
+    expected = everyone.reduced(tensors, hvd.Average)
+    expected[5:] = 0
+    assert_close(hvd.allreduce(tensors[everyone.me], compression=Halves), expected)
+    assert Halves.custom
+    assert Scaled.custom  # a bucket must not mistake it for the cast it extends
+    assert not hvd.Compression.fp16.custom
+    with pytest.raises(NotImplementedError):
+        hvd.allreduce(tensors[everyone.me], compression=hvd.Compressor)

@@ -1,0 +1,152 @@
+"""Bad input is a clear error on every rank, and the engine goes on working."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.ranks(2, 3)
+
+
+def still_works(hvd, name):
+    assert hvd.allreduce(torch.ones(3), name=name, op=hvd.Sum).tolist() == [hvd.size()] * 3
+
+
+def odd_one_out(everyone, usual, odd):
+    """The last rank calls something else than the others."""
+    return odd if everyone.me == everyone.size - 1 else usual
+
+
+MISMATCHES = {
+    "dtype": ("allreduce", {}, torch.float64, "dtype"),
+    "shape": ("allreduce", {}, None, "shape"),
+    "op": ("allreduce", {"op": 4}, torch.float32, "op"),
+    "prescale": ("allreduce", {"prescale_factor": 2.0}, torch.float32, "prescale_factor"),
+    "postscale": ("allreduce", {"postscale_factor": 2.0}, torch.float32, "postscale_factor"),
+    "kind": ("allgather", {}, torch.float32, "allgather"),
+}
+
+
+@pytest.mark.parametrize("case", list(MISMATCHES))
+def test_mismatch(everyone, hvd, case):
+    kind, keywords, dtype, text = MISMATCHES[case]
+    name = f"mismatch.{case}"
+    odd = torch.ones(4 if dtype is None else 3, dtype=dtype or torch.float32)
+    for _ in range(2):
+        with pytest.raises(hvd.HorovodInternalError, match=text) as caught:
+            odd_one_out(
+                everyone,
+                lambda: hvd.allreduce(torch.ones(3), name=name),
+                lambda: getattr(hvd, kind)(odd, name=name, **keywords),
+            )()
+        assert name in str(caught.value)
+        assert isinstance(caught.value, RuntimeError)
+        still_works(hvd, name)
+
+
+def test_different_roots(everyone, hvd):
+    with pytest.raises(hvd.HorovodInternalError, match="root"):
+        hvd.broadcast(torch.ones(3), odd_one_out(everyone, 0, 1), name="roots")
+    still_works(hvd, "roots")
+
+
+def test_different_row_shapes_in_an_allgather(everyone, hvd):
+    with pytest.raises(hvd.HorovodInternalError, match="shape"):
+        hvd.allgather(torch.ones(2, odd_one_out(everyone, 3, 4)), name="rows")
+    still_works(hvd, "rows")
+
+
+def test_different_groups(everyone, hvd):
+    tensors = [torch.ones(3)] * odd_one_out(everyone, 2, 3)
+    with pytest.raises(hvd.HorovodInternalError, match="number of tensors"):
+        hvd.grouped_allreduce(tensors, name="groups")
+    still_works(hvd, "groups")
+
+
+def test_unnamed_mismatch(everyone, hvd):
+    with pytest.raises(hvd.exceptions.HorovodInternalError, match="shape"):
+        hvd.allreduce(torch.ones(odd_one_out(everyone, 3, 5)))
+    still_works(hvd, None)
+
+
+def test_root_out_of_range(everyone, hvd):
+    for root in (-1, everyone.size):
+        with pytest.raises(ValueError, match=f"root {root}"):
+            hvd.broadcast(torch.ones(3), root, name="root")
+    still_works(hvd, "root")
+
+
+def test_what_is_refused_on_one_rank_is_told_to_the_others(everyone, hvd):
+    rows = odd_one_out(everyone, everyone.size, everyone.size + 1)
+    with pytest.raises(hvd.HorovodInternalError, match="split"):
+        hvd.alltoall(torch.ones(rows), name="uneven")
+    still_works(hvd, "uneven")
+    splits = odd_one_out(everyone, [1] * everyone.size, [2] * everyone.size)
+    with pytest.raises(hvd.HorovodInternalError, match="split"):
+        hvd.alltoall(torch.ones(everyone.size), splits, name="splits")
+    still_works(hvd, "splits")
+
+
+@pytest.mark.parametrize("splits", [[1], [-1, 4, 1], [2, 2, 2, 2, 2]])
+def test_splits_that_do_not_fit(everyone, hvd, splits):
+    with pytest.raises(ValueError, match="splits"):
+        hvd.alltoall(torch.ones(4), splits, name="unfit")
+    still_works(hvd, "unfit")
+
+
+def test_reductions_without_a_meaning(everyone, hvd):
+    for tensor, op in (
+        (torch.ones(3, dtype=torch.complex64), hvd.Max),
+        (torch.ones(3, dtype=torch.bool), hvd.Average),
+        (torch.ones(3, dtype=torch.int32), hvd.Adasum),
+    ):
+        with pytest.raises(ValueError, match=r"no meaning|floating-point"):
+            hvd.allreduce(tensor, op=op, name="meaning")
+    still_works(hvd, "meaning")
+
+
+def test_tensors_that_cannot_be_exchanged(everyone, hvd):
+    with pytest.raises(hvd.UsageError, match=r"CPU tensors, not tensors on meta"):
+        hvd.allreduce(torch.ones(3, device="meta"))
+    with pytest.raises(hvd.UsageError, match=r"torch\.uint16 cannot be exchanged"):
+        hvd.allreduce(torch.ones(3, dtype=torch.uint16))
+    with pytest.raises(hvd.UsageError, match="sparse_allreduce_async"):
+        hvd.allreduce(torch.eye(3).to_sparse())
+    with pytest.raises(hvd.UsageError, match=r"a torch\.Tensor is needed, not list"):
+        hvd.allgather([1.0, 2.0])
+    still_works(hvd, None)
+
+
+def test_duplicate_name_in_flight(everyone, hvd):
+    if everyone.me > 0:
+        hvd.barrier()  # the others come late, so that rank 0's is in flight
+    handle = hvd.allreduce_async(torch.ones(3), name="twice")
+    if everyone.me == 0:
+        with pytest.raises(ValueError, match="'twice' is already in flight"):
+            hvd.allreduce_async(torch.ones(3), name="twice")
+        hvd.barrier()
+    assert hvd.synchronize(handle).tolist() == [1.0] * 3
+    still_works(hvd, "twice")
+
+
+def test_a_handle_is_waited_for_once(everyone, hvd):
+    handle = hvd.allreduce_async(torch.ones(3), name="once")
+    hvd.synchronize(handle)
+    with pytest.raises(ValueError, match="waited for already"):
+        hvd.synchronize(handle)
+    assert hvd.poll(handle)
+
+
+def test_many_errors_in_flight_with_good_ones(everyone, hvd):
+    handles = [
+        hvd.allreduce_async(
+            torch.ones(odd_one_out(everyone, 3, 3 + i % 2)), name=f"mixed.{i}", op=hvd.Sum
+        )
+        for i in range(10)
+    ]
+    for i, handle in enumerate(handles):
+        if i % 2:
+            with pytest.raises(hvd.HorovodInternalError, match=rf"mixed\.{i}"):
+                hvd.synchronize(handle)
+        else:
+            assert hvd.synchronize(handle).tolist() == [everyone.size] * 3

@@ -1,0 +1,774 @@
+"""DistributedOptimizer against an oracle: one process that trains on everyone's batches."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+
+BATCH = 4
+
+
+def mlp(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batches(everyone, steps: int, seed: int = 0):
+    """Per step everyone's inputs and targets, one below the other."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = BATCH * everyone.size
+    for _ in range(steps):
+        yield (
+            torch.randn(rows, 6, generator=generator),
+            torch.randn(rows, 3, generator=generator),
+        )
+
+
+def mine(everyone, rows: torch.Tensor) -> torch.Tensor:
+    return rows[everyone.me * BATCH : (everyone.me + 1) * BATCH]
+
+
+def loss_of(model, inputs, targets):
+    return (model(inputs) - targets).square().mean()
+
+
+def assert_same_everywhere(hvd, model) -> None:
+    for parameters in hvd.allgather_object([p.detach() for p in model.parameters()]):
+        for theirs, ours in zip(parameters, model.parameters()):
+            assert torch.equal(theirs, ours)
+
+
+def assert_close(model, oracle, tolerance: float = 1e-5) -> None:
+    for ours, right in zip(model.parameters(), oracle.parameters()):
+        torch.testing.assert_close(ours, right, rtol=tolerance, atol=tolerance)
+
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+}
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_equals_training_on_all_batches(everyone, hvd, kind):
+    model, oracle = mlp(), mlp()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS[kind](model.parameters()), model.named_parameters()
+    )
+    reference = OPTIMIZERS[kind](oracle.parameters())
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in (optimizer, reference)]
+    for inputs, targets in batches(everyone, 6):
+        optimizer.zero_grad()
+        loss_of(model, mine(everyone, inputs), mine(everyone, targets)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        reference.zero_grad()
+        loss_of(oracle, inputs, targets).backward()
+        torch.nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
+        reference.step()
+        for schedule in schedules:
+            schedule.step()
+        assert_close(model, oracle)
+    assert_same_everywhere(hvd, model)
+    assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
+
+
+def test_is_the_wrapped_optimizer(hvd):
+    model = mlp()
+    inner = torch.optim.Adam(model.parameters(), lr=0.01)
+    loss_of(model, torch.ones(2, 6), torch.zeros(2, 3)).backward()
+    inner.step()
+    before = copy.deepcopy(inner.state_dict())
+    optimizer = hvd.DistributedOptimizer(inner)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.defaults == inner.defaults
+    assert str(optimizer.state_dict()) == str(before)
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    optimizer.step()
+    assert calls == ["post"]
+    optimizer.load_state_dict(before)
+    assert str(inner.state_dict()) == str(before)
+    with pytest.raises(hvd.UsageError, match="distributed already"):
+        hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(hvd.UsageError, match="state_dict"):
+        copy.deepcopy(optimizer)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(everyone, hvd, set_to_none):
+    model, oracle = mlp(), mlp()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    for inputs, targets in batches(everyone, 3):
+        for network, which, rows in (
+            (model, optimizer, (mine(everyone, inputs), mine(everyone, targets))),
+            (oracle, reference, (inputs, targets)),
+        ):
+            which.zero_grad(set_to_none=set_to_none)
+            grads = [p.grad for p in network.parameters()]
+            assert all((g is None) if set_to_none else (g is None or not g.any()) for g in grads)
+            loss_of(network, *rows).backward()
+            which.step()
+    assert_close(model, oracle)
+
+
+def test_closure(everyone, hvd):
+    model, oracle = mlp(), mlp()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=2)
+    )
+    reference = torch.optim.LBFGS(oracle.parameters(), lr=0.1, max_iter=3, history_size=2)
+    for inputs, targets in batches(everyone, 2):
+
+        def closure(network, which, rows):
+            which.zero_grad()
+            loss = loss_of(network, *rows)
+            loss.backward()
+            return loss
+
+        ours = (mine(everyone, inputs), mine(everyone, targets))
+        loss = optimizer.step(lambda: closure(model, optimizer, ours))  # noqa: B023
+        reference.step(lambda: closure(oracle, reference, (inputs, targets)))  # noqa: B023
+        assert torch.isfinite(loss)
+    # The closures' own losses differ by rank, and LBFGS stops by them, so only closeness is asked.
+    assert_close(model, oracle, 1e-2)
+
+
+def test_grad_scaler(everyone, hvd):
+    model, oracle = mlp(), mlp()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    for step, (inputs, targets) in enumerate(batches(everyone, 3)):
+        optimizer.zero_grad()
+        loss = loss_of(model, mine(everyone, inputs), mine(everyone, targets))
+        if step == 1 and everyone.me == everyone.size - 1:
+            loss = loss * float("inf")  # overflow on one rank: all must skip this step
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        if step == 1:
+            continue
+        reference.zero_grad()
+        loss_of(oracle, inputs, targets).backward()
+        torch.nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
+        reference.step()
+    assert scaler.get_scale() == 512.0
+    assert_close(model, oracle)
+
+
+@pytest.mark.parametrize("how", ["passes", "no_sync"])
+def test_gradient_accumulation(everyone, hvd, how):
+    model, oracle = mlp(), mlp()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        backward_passes_per_step=3 if how == "passes" else 1,
+    )
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.05)
+    exchanged = []
+    for number, (inputs, targets) in enumerate(batches(everyone, 6)):
+        before = hvd.counters()["exchanges"]
+        rows = (mine(everyone, inputs), mine(everyone, targets))
+        if how == "no_sync" and number % 3 != 2:
+            with hvd.no_sync(optimizer):
+                loss_of(model, *rows).backward()
+        else:
+            loss_of(model, *rows).backward()
+        exchanged.append(hvd.counters()["exchanges"] > before)
+        loss_of(oracle, inputs, targets).backward()
+        if number % 3 == 2:
+            for which in (optimizer, reference):
+                which.step()
+                which.zero_grad()
+    assert exchanged == [False, False, True] * 2
+    assert_close(model, oracle)
+
+
+def test_leftover_of_an_accumulation_window(everyone, hvd):
+    """step() before the window is full exchanges what there is."""
+    model, oracle = mlp(), mlp()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05), backward_passes_per_step=4
+    )
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.05)
+    for number, (inputs, targets) in enumerate(batches(everyone, 5)):
+        loss_of(model, mine(everyone, inputs), mine(everyone, targets)).backward()
+        loss_of(oracle, inputs, targets).backward()
+        if number in (1, 4):
+            for which in (optimizer, reference):
+                which.step()
+                which.zero_grad()
+            assert_close(model, oracle)
+    assert_same_everywhere(hvd, model)
+
+
+def test_two_backwards_before_a_step(everyone, hvd):
+    """Averaging what is averaged already changes nothing, so losses may be added up."""
+    model, oracle = mlp(), mlp()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.05)
+    for inputs, targets in batches(everyone, 4):
+        loss_of(model, mine(everyone, inputs), mine(everyone, targets)).backward()
+        model(mine(everyone, inputs)).abs().mean().backward()
+        loss_of(oracle, inputs, targets).backward()
+        oracle(inputs).abs().mean().backward()
+        for which in (optimizer, reference):
+            which.step()
+            which.zero_grad()
+    assert_close(model, oracle)
+
+
+def test_two_backwards_with_sum_are_refused(everyone, hvd):
+    model = mlp()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), op=hvd.Sum)
+    rows = torch.ones(2, 6)
+    model(rows).sum().backward()
+    with pytest.raises(hvd.UsageError, match="backward_passes_per_step"):
+        model(rows).sum().backward()
+    optimizer.zero_grad()
+    model(rows).sum().backward()
+    optimizer.step()
+    assert_same_everywhere(hvd, model)
+
+
+class Branches(nn.Module):
+    """Which branch is used is up to the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList(nn.Linear(6, 3) for _ in range(5))
+
+    def forward(self, rows, which):
+        return self.branches[which](rows)
+
+
+def test_ranks_use_different_parameters(everyone, hvd):
+    model, oracle = Branches(), Branches()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    for inputs, _ in batches(everyone, 3):
+        optimizer.zero_grad()
+        model(mine(everyone, inputs), everyone.me).square().mean().backward()
+        optimizer.step()
+        reference.zero_grad()
+        for rank in everyone.ranks:
+            rows = inputs[rank * BATCH : (rank + 1) * BATCH]
+            (oracle(rows, rank).square().mean() / everyone.size).backward()
+        reference.step()
+    assert_close(model, oracle)
+    unused = model.branches[4].weight
+    assert unused.grad is not None and not unused.grad.any()
+
+
+def test_a_rank_without_backward_takes_part(everyone, hvd):
+    model, oracle = mlp(), mlp()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs, targets = next(iter(batches(everyone, 1)))
+    idle = everyone.size - 1
+    if everyone.me != idle or everyone.size == 1:
+        loss_of(model, mine(everyone, inputs), mine(everyone, targets)).backward()
+    optimizer.step()
+    busy = max(everyone.size - 1, 1)
+    loss = loss_of(oracle, inputs[: busy * BATCH], targets[: busy * BATCH])
+    (loss * busy / everyone.size).backward()
+    torch.optim.SGD(oracle.parameters(), lr=0.1).step()
+    assert_close(model, oracle)
+
+
+def test_frozen_thawed_and_added_parameters(everyone, hvd):
+    model, oracle = mlp(), mlp()
+    head, oracle_head = nn.Linear(3, 3), nn.Linear(3, 3)
+    oracle_head.load_state_dict(head.state_dict())
+    hvd.broadcast_parameters(head.state_dict(), 0)
+    hvd.broadcast_parameters(oracle_head.state_dict(), 0)
+    model[0].requires_grad_(False)
+    oracle[0].requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    for step, (inputs, targets) in enumerate(batches(everyone, 8)):
+        if step == 2:
+            model[0].requires_grad_(True)
+            oracle[0].requires_grad_(True)
+        if step == 4:
+            optimizer.add_param_group({"params": head.parameters(), "lr": 0.01})
+            reference.add_param_group({"params": oracle_head.parameters(), "lr": 0.01})
+        if step == 6:
+            model[2].requires_grad_(False)
+            oracle[2].requires_grad_(False)
+        for network, top, which, rows in (
+            (model, head, optimizer, (mine(everyone, inputs), mine(everyone, targets))),
+            (oracle, oracle_head, reference, (inputs, targets)),
+        ):
+            # Thawed between zero_grad and backward, so that nothing can notice before step.
+            which.zero_grad()
+            out = top(network(rows[0])) if step >= 4 else network(rows[0])
+            (out - rows[1]).square().mean().backward()
+            which.step()
+        assert_close(model, oracle)
+        assert_close(head, oracle_head)
+    assert_same_everywhere(hvd, model)
+
+
+def test_thawed_after_zero_grad(everyone, hvd):
+    model, oracle = mlp(), mlp()
+    model[0].requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    inputs, targets = next(iter(batches(everyone, 1)))
+    optimizer.zero_grad()
+    model[0].requires_grad_(True)
+    loss_of(model, mine(everyone, inputs), mine(everyone, targets)).backward()
+    optimizer.step()
+    loss_of(oracle, inputs, targets).backward()
+    reference.step()
+    assert_close(model, oracle)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+
+    def forward(self, rows):
+        return self.second(torch.tanh(self.first(rows)))
+
+
+def test_tied_weights(everyone, hvd):
+    model, oracle = Tied(), Tied()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    for inputs, _ in batches(everyone, 3):
+        for network, which, rows in (
+            (model, optimizer, mine(everyone, inputs)),
+            (oracle, reference, inputs),
+        ):
+            which.zero_grad()
+            network(rows).square().mean().backward()
+            which.step()
+    assert_close(model, oracle)
+
+
+def test_two_optimizers_that_see_each_others_gradients(everyone, hvd):
+    """A GAN: the generator's loss sends gradients through the discriminator too."""
+
+    def nets():
+        torch.manual_seed(1)
+        return nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def train(generator, discriminator, of_generator, of_discriminator, rows):
+        of_discriminator.zero_grad()
+        fake = generator(rows).detach()
+        (discriminator(fake).square().mean() - discriminator(rows).mean()).backward()
+        of_discriminator.step()
+        of_generator.zero_grad()
+        discriminator(generator(rows)).mean().backward()
+        of_generator.step()
+
+    ours, right = nets(), nets()
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1)) for net in ours
+    ]
+    references = [torch.optim.SGD(net.parameters(), lr=0.1) for net in right]
+    for inputs, _ in batches(everyone, 4):
+        train(*ours, *optimizers, mine(everyone, inputs))
+        train(*right, *references, inputs)
+    for net, oracle in zip(ours, right):
+        assert_close(net, oracle)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(20, 6, sparse=True)
+        self.unused = nn.Embedding(4, 2, sparse=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, ids):
+        return self.head(self.words(ids))
+
+
+@pytest.mark.parametrize("as_dense", [False, True])
+@pytest.mark.parametrize("learn", [False, True])
+def test_sparse_embeddings(everyone, hvd, as_dense, learn):
+    model, oracle = Words(), Words()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        sparse_as_dense=as_dense,
+    )
+    if not learn:
+        optimizer._gradients._order = None
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        ids = torch.randint(0, 20, (BATCH * everyone.size,), generator=generator)
+        for network, which, rows in ((model, optimizer, mine(everyone, ids)),
+                                     (oracle, reference, ids)):
+            which.zero_grad()
+            network(rows).square().mean().backward()
+            which.step()
+        assert_close(model, oracle)
+    assert model.words.weight.grad.is_sparse is not as_dense
+    assert_same_everywhere(hvd, model)
+
+
+def test_mixed_dtypes_and_layouts(everyone, hvd):
+    def net():
+        torch.manual_seed(0)
+        return nn.ModuleDict(
+            {
+                "conv": nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
+                "low": nn.Linear(16, 5).to(torch.bfloat16),
+                "high": nn.Linear(5, 2).double(),
+            }
+        )
+
+    def run(model, rows):
+        hidden = model["conv"](rows.to(memory_format=torch.channels_last)).flatten(1)[:, :16]
+        return model["high"](model["low"](hidden.bfloat16()).double()).square().mean()
+
+    model, oracle = net(), net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        rows = torch.randn(BATCH * everyone.size, 3, 6, 6, generator=generator)
+        for network, which, part in ((model, optimizer, mine(everyone, rows)),
+                                     (oracle, reference, rows)):
+            which.zero_grad()
+            run(network, part).backward()
+            which.step()
+    assert_close(model["high"], oracle["high"], 1e-2)
+    assert_close(model["conv"], oracle["conv"], 2e-2)
+    assert_same_everywhere(hvd, model)
+    weight = model["conv"].weight
+    assert weight.grad.stride() == weight.stride()
+
+
+def test_compiled_model(everyone, hvd):
+    model, oracle = mlp(), mlp()
+    compiled = torch.compile(model, backend="aot_eager")
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    for inputs, targets in batches(everyone, 2):
+        optimizer.zero_grad()
+        loss_of(compiled, mine(everyone, inputs), mine(everyone, targets)).backward()
+        optimizer.step()
+        reference.zero_grad()
+        loss_of(oracle, inputs, targets).backward()
+        reference.step()
+    assert_close(model, oracle)
+
+
+def test_reentrant_checkpoint_of_a_shared_layer(everyone, hvd):
+    """A parameter's gradient may come in several parts of one backward."""
+    from torch.utils.checkpoint import checkpoint
+
+    def run(model, rows, again):
+        rows = rows.clone().requires_grad_(True)
+        hidden = again(model[0], rows)
+        return again(model[0], hidden[:, :6]).square().mean()
+
+    model, oracle = mlp(), mlp()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    for inputs, _ in batches(everyone, 3):
+        optimizer.zero_grad()
+        part = mine(everyone, inputs)
+        run(model, part, lambda layer, x: checkpoint(layer, x, use_reentrant=True)).backward()
+        optimizer.step()
+        reference.zero_grad()
+        run(oracle, inputs, lambda layer, x: layer(x)).backward()
+        reference.step()
+    assert_close(model, oracle)
+
+
+@pytest.mark.parametrize("wish", ["num_groups", "groups", "tiny buckets"])
+def test_grouping(everyone, hvd, wish, monkeypatch):
+    model, oracle = mlp(), mlp()
+    keywords = {
+        "num_groups": {"num_groups": 2},
+        "groups": {"groups": [list(model[0].parameters()), list(model[2].parameters())]},
+        "tiny buckets": {},
+    }[wish]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **keywords)
+    if wish == "tiny buckets":
+        optimizer._gradients._plan.bucket_nbytes = 100
+        optimizer._gradients._rebuild([list(optimizer._gradients._slots.values())])
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    for inputs, targets in batches(everyone, 3):
+        optimizer.zero_grad()
+        loss_of(model, mine(everyone, inputs), mine(everyone, targets)).backward()
+        optimizer.step()
+        reference.zero_grad()
+        loss_of(oracle, inputs, targets).backward()
+        reference.step()
+    assert_close(model, oracle)
+    count = len(optimizer._gradients._buckets)
+    assert count > 2 if wish == "tiny buckets" else count == 2
+
+
+def test_bucket_order_is_learned(everyone, hvd):
+    """Registered first, used first: its gradient comes last. The oracle is the order of use."""
+
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.first = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+
+        def forward(self, rows):
+            return self.last(self.first(rows))
+
+    torch.manual_seed(0)
+    model = Backwards()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+
+    def order():
+        return [slot.name for bucket in optimizer._gradients._buckets for slot in bucket.slots]
+
+    assert order() == ["first.weight", "last.weight"]
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    assert order() == ["last.weight", "first.weight"]
+    expected = model.last.weight.grad.clone()
+    optimizer.zero_grad()
+    model(torch.ones(2, 6)).sum().backward()
+    assert expected.shape == model.last.weight.grad.shape
+    assert_same_everywhere(hvd, model)
+
+
+@pytest.mark.parametrize("wire", ["fp16", "bf16"])
+def test_cast_compression(everyone, hvd, wire):
+    model = mlp()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), compression=getattr(hvd.Compression, wire)
+    )
+    dtype = hvd.Compression.fp16.wire_dtype if wire == "fp16" else torch.bfloat16
+    inputs, targets = next(iter(batches(everyone, 1)))
+    expected = None
+    for rank in everyone.ranks:
+        oracle = mlp()
+        rows = slice(rank * BATCH, (rank + 1) * BATCH)
+        loss_of(oracle, inputs[rows], targets[rows]).backward()
+        sent = [p.grad.to(dtype).float() for p in oracle.parameters()]
+        expected = sent if expected is None else [a + b for a, b in zip(expected, sent)]
+    loss_of(model, mine(everyone, inputs), mine(everyone, targets)).backward()
+    for ours, total in zip(model.parameters(), expected):
+        assert ours.grad.dtype == torch.float32
+        assert torch.equal(ours.grad, (total / everyone.size).to(dtype).float())
+    optimizer.step()
+    assert_same_everywhere(hvd, model)
+
+
+def test_custom_compressor(everyone, hvd):
+    class Halves(hvd.Compressor):
+        @staticmethod
+        def compress(tensor):
+            return tensor * 0.5, tensor.shape
+
+        @staticmethod
+        def decompress(tensor, ctx):
+            assert tensor.shape == ctx
+            return tensor * 2
+
+    model, oracle = mlp(), mlp()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), compression=Halves
+    )
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    for inputs, targets in batches(everyone, 2):
+        optimizer.zero_grad()
+        loss_of(model, mine(everyone, inputs), mine(everyone, targets)).backward()
+        optimizer.step()
+        reference.zero_grad()
+        loss_of(oracle, inputs, targets).backward()
+        reference.step()
+    assert_close(model, oracle)
+    assert optimizer._gradients._buckets == []
+
+
+@pytest.mark.parametrize("op", ["Sum", "Max", "Min", "Adasum"])
+def test_other_reductions(everyone, hvd, op):
+    model = mlp()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), op=getattr(hvd, op)
+    )
+    inputs, targets = next(iter(batches(everyone, 1)))
+    grads = []
+    for rank in everyone.ranks:
+        oracle = mlp()
+        rows = slice(rank * BATCH, (rank + 1) * BATCH)
+        loss_of(oracle, inputs[rows], targets[rows]).backward()
+        grads.append([p.grad for p in oracle.parameters()])
+    loss_of(model, mine(everyone, inputs), mine(everyone, targets)).backward()
+    for index, ours in enumerate(model.parameters()):
+        each = [rank_grads[index] for rank_grads in grads]
+        if op == "Adasum":
+            expected = adasum(each)
+        else:
+            stack = torch.stack(each)
+            expected = {"Sum": stack.sum, "Max": stack.amax, "Min": stack.amin}[op](0)
+        torch.testing.assert_close(ours.grad, expected, rtol=1e-5, atol=1e-6)
+    optimizer.step()
+    assert_same_everywhere(hvd, model)
+
+
+def adasum(grads):
+    """Pairwise up a tree; ranks past the largest power of two fold in first."""
+    power = 1 << (len(grads).bit_length() - 1)
+    level = [
+        merge(grads[i], grads[i + power]) if i + power < len(grads) else grads[i]
+        for i in range(power)
+    ]
+    while len(level) > 1:
+        # Partners at distance 1 first: neighbours.
+        level = [merge(level[i], level[i + 1]) for i in range(0, len(level), 2)]
+    return level[0]
+
+
+def merge(a, b):
+    a, b = a.double(), b.double()
+    dot, aa, bb = (a * b).sum(), (a * a).sum(), (b * b).sum()
+    left = 1 - dot / (2 * aa) if aa > 0 else 1.0
+    right = 1 - dot / (2 * bb) if bb > 0 else 1.0
+    return (left * a + right * b).float()
+
+
+def test_predivide_factor(everyone, hvd):
+    model, oracle = mlp(), mlp()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), gradient_predivide_factor=4.0
+    )
+    inputs, targets = next(iter(batches(everyone, 1)))
+    loss_of(model, mine(everyone, inputs), mine(everyone, targets)).backward()
+    loss_of(oracle, inputs, targets).backward()
+    for ours, right in zip(model.parameters(), oracle.parameters()):
+        torch.testing.assert_close(ours.grad, right.grad, rtol=1e-5, atol=1e-6)
+    optimizer.step()
+    with pytest.raises(hvd.UsageError, match="predivide"):
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(mlp().parameters(), lr=0.1),
+            gradient_predivide_factor=2.0,
+            op=hvd.Sum,
+        )
+
+
+def test_process_set(everyone, hvd):
+    members = [rank for rank in everyone.ranks if rank != 1]
+    if members == list(everyone.ranks):
+        return  # a world of one has no smaller set
+    process_set = hvd.add_process_set(members)
+    try:
+        if everyone.me in members:
+            model, oracle = mlp(), mlp()
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), process_set=process_set
+            )
+            inputs, targets = next(iter(batches(everyone, 1)))
+            loss_of(model, mine(everyone, inputs), mine(everyone, targets)).backward()
+            for rank in members:
+                rows = slice(rank * BATCH, (rank + 1) * BATCH)
+                (loss_of(oracle, inputs[rows], targets[rows]) / len(members)).backward()
+            assert optimizer.param_groups[0]["lr"] == 0.1
+            for ours, right in zip(model.parameters(), oracle.parameters()):
+                torch.testing.assert_close(ours.grad, right.grad, rtol=1e-5, atol=1e-6)
+    finally:
+        hvd.remove_process_set(process_set)
+
+
+def test_an_error_in_backward_leaves_no_trace(everyone, hvd):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, rows):
+            return rows.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ArithmeticError("on purpose")
+
+    model, oracle = mlp(), mlp()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    inputs, targets = next(iter(batches(everyone, 1)))
+    part = mine(everyone, inputs).requires_grad_(True)
+    with pytest.raises(ArithmeticError):
+        model[2](Fails.apply(model[1](model[0](part)))).sum().backward()
+    optimizer.zero_grad()
+    loss_of(model, part, mine(everyone, targets)).backward()
+    optimizer.step()
+    loss_of(oracle, inputs, targets).backward()
+    reference.step()
+    assert_close(model, oracle)
+
+
+def test_bad_names(hvd):
+    model = mlp()
+    params = list(model.parameters())
+    sgd = torch.optim.SGD(params, lr=0.1)
+    with pytest.raises(ValueError, match="lacks 3 of the optimizer's 4"):
+        hvd.DistributedOptimizer(sgd, [("only", params[0])])
+    with pytest.raises(ValueError, match="two parameters named 'same'"):
+        hvd.DistributedOptimizer(sgd, [("same", p) for p in params])
+    with pytest.raises(ValueError, match=r"\(name, parameter\) pairs"):
+        hvd.DistributedOptimizer(sgd, params)
+    with pytest.raises(ValueError, match="did you mean 'gradient_allreduce'"):
+        hvd.DistributedOptimizer(sgd, algorithm="gradient_alreduce")
+    with pytest.raises(ValueError, match="at least 1"):
+        hvd.DistributedOptimizer(sgd, backward_passes_per_step=0)
+
+
+def test_models_that_differ_between_ranks(everyone, hvd):
+    odd = everyone.size > 1 and everyone.me == everyone.size - 1
+    model = nn.Linear(6, 4 if odd else 3)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    if everyone.size == 1:
+        hvd.DistributedOptimizer(sgd, model.named_parameters())
+        return
+    with pytest.raises(hvd.UsageError, match=f"rank 0 and rank {everyone.size - 1}.*bias"):
+        hvd.DistributedOptimizer(sgd, model.named_parameters())
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == everyone.size
+
+
+def test_skip_synchronize_and_explicit_synchronize(everyone, hvd):
+    model, oracle = mlp(), mlp()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    for inputs, targets in batches(everyone, 2):
+        optimizer.zero_grad()
+        loss_of(model, mine(everyone, inputs), mine(everyone, targets)).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        reference.zero_grad()
+        loss_of(oracle, inputs, targets).backward()
+        reference.step()
+    assert_close(model, oracle)
+
+
+def test_gradients_put_there_by_hand_are_exchanged_at_step(everyone, hvd):
+    model = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    model.weight.grad = torch.full((1, 2), float(everyone.me))
+    optimizer.step()
+    assert model.weight.tolist() == [[-(everyone.size - 1) / 2] * 2]
