@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <mutex>
+#include <utility>
 
 #include "collective/collective.h"
 #include "common/config.h"
@@ -54,9 +55,11 @@ std::shared_ptr<void> keep(PyObject* object) {
 struct PyHandle {
   std::shared_ptr<Engine> engine;
   HandlePtr handle;
+  // What wait() returns: finish(this handle) if there is such a function, else the result.
+  py::object result, finish;
 
   // Blocks without the GIL, but lets Ctrl-C through between the slices.
-  void wait() const {
+  void wait_done() const {
     constexpr double kSliceS = 0.25;
     while (!handle->done()) {
       bool done;
@@ -67,7 +70,16 @@ struct PyHandle {
       if (!done && PyErr_CheckSignals() != 0) throw py::error_already_set();
     }
     graveyard().drain();
+  }
+
+  py::object wait(const py::object& self) {
+    if (!engine)
+      throw UsageError("this handle has been waited for already; keep the first result");
+    wait_done();
+    engine.reset();
     handle->rethrow();
+    if (!finish) return std::move(result);
+    return std::exchange(finish, py::object())(self);
   }
 };
 
@@ -147,8 +159,8 @@ void add_tensor(Request& request, PyObject* tensor) {
   d.add_tensor(static_cast<DType>(as_int(PyTuple_GET_ITEM(tensor, 2))), shape);
 }
 
-// submit(engine, kind, name, tensors, op, root, prescale, postscale, set, splits, urgency, owner):
-// the hot call, so its arguments are read by hand instead of through pybind11's casters.
+// submit(engine, kind, name, tensors, op, root, prescale, postscale, set, splits, urgency, owner,
+// result): the hot call, so its arguments are read by hand instead of by pybind11's casters.
 PyHandle submit(PyObject* const* args) {
   graveyard().drain();
   auto engine = py::cast<std::shared_ptr<Engine>>(py::handle(args[0]));
@@ -169,7 +181,8 @@ PyHandle submit(PyObject* const* args) {
   request->keepalive = keep(args[11]);
   HandlePtr handle = request->handle;
   engine->submit(std::move(request), static_cast<Engine::Urgency>(as_int(args[10])));
-  return {std::move(engine), std::move(handle)};
+  return {std::move(engine), std::move(handle),
+          py::reinterpret_borrow<py::object>(args[12]), py::object()};
 }
 
 py::object error_class(const char* name) {
@@ -181,9 +194,21 @@ void set_error(const Error& error) {
   PyErr_SetString(error_class(names[static_cast<int>(error.kind())]).ptr(), error.what());
 }
 
+// The caller found something wrong before there was anything to submit: tells the other ranks that
+// make the same call, and throws the UsageError.
+void refuse(const std::shared_ptr<Engine>& engine, int kind, const std::string& name, int set,
+            const std::string& refusal) {
+  auto request = std::make_shared<Request>();
+  request->description.kind = static_cast<OpKind>(kind);
+  request->name = name;
+  request->set = set;
+  request->refusal = refusal;
+  engine->submit(std::move(request), Engine::Urgency::kNow);
+}
+
 PyObject* submit_raw(PyObject*, PyObject* const* args, Py_ssize_t count) {
   try {
-    if (count != 12) throw py::type_error("submit takes 12 arguments");
+    if (count != 13) throw py::type_error("submit takes 13 arguments");
     return py::cast(submit(args)).release().ptr();
   } catch (const Error& error) {
     set_error(error);
@@ -250,6 +275,7 @@ py::class_<T, std::shared_ptr<T>> buffer_class(py::module_& m, const char* name,
 PYBIND11_MODULE(_core, m) {
   py::register_exception_translator(translate);
   if (PyModule_AddFunctions(m.ptr(), raw_methods) != 0) throw py::error_already_set();
+  m.def("refuse", refuse);
   m.def("build_info", build_info);
   m.def("mpi_loaded", mpi_loaded);
   m.def("mpi_compiled", mpi_compiled);
@@ -261,8 +287,14 @@ PYBIND11_MODULE(_core, m) {
   buffer_class<PyMemory>(m, "Memory", [](PyMemory& t) { return std::pair(t.data.get(), t.nbytes); });
 
   py::class_<PyHandle>(m, "Handle")
-      .def("wait", &PyHandle::wait)
-      .def("done", [](const PyHandle& h) { return h.handle->done(); })
+      .def("wait",
+           [](const py::object& self) { return py::cast<PyHandle&>(self).wait(self); },
+           "Blocks until the operation is done and returns its result; once.")
+      .def("poll", [](const PyHandle& h) { return h.handle->done(); },
+           "Whether the operation is done; never blocks.")
+      .def("__call__",  // Horovod's users call the handle of a sparse allreduce
+           [](const py::object& self) { return py::cast<PyHandle&>(self).wait(self); })
+      .def_readwrite("finish", &PyHandle::finish)
       .def_property_readonly("value", [](const PyHandle& h) { return h.handle->value; })
       .def("rows", [](const PyHandle& h, size_t i) { return h.handle->outputs.at(i).rows; })
       // Memory of output i: all ranks' rows of row_nbytes each.
@@ -308,6 +340,7 @@ PYBIND11_MODULE(_core, m) {
       .def("ready", &Bucket::ready)
       .def("missing", &Bucket::missing)
       .def("launch", [](Bucket& b, int urgency) {
-        return PyHandle{b.engine(), b.launch(static_cast<Engine::Urgency>(urgency))};
+        return PyHandle{b.engine(), b.launch(static_cast<Engine::Urgency>(urgency)), py::none(),
+                        py::object()};
       });
 }

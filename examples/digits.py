@@ -52,9 +52,8 @@ def main() -> None:
     correct = accuracy(model, test)
     equal = replicas_are_equal(model)
     if bagua.rank() == 0:
-        print(
-            f"test accuracy {correct:.1%} after {seconds:.1f} s of training, ranks: {bagua.size()}"
-        )
+        took = f"{seconds:.1f} s of training, ranks: {bagua.size()}"
+        print(f"test accuracy {correct:.1%} after {took}")
         print("all replicas are bitwise equal" if equal else "REPLICAS DIFFER")
     if not equal:
         raise SystemExit(1)

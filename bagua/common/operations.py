@@ -8,8 +8,8 @@ others start it and wait.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import Any, Optional, Union
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Optional, Union
 
 from bagua.common.arrays import Arrays
 from bagua.common.core import core
@@ -18,6 +18,9 @@ from bagua.common.handle import Handle
 from bagua.common.kinds import Kind, ReduceOp, Urgency
 from bagua.common.process_set import ProcessSet, global_process_set
 from bagua.common.world import world
+
+
+_ALLREDUCE = int(Kind.ALLREDUCE)
 
 
 class Operations:
@@ -59,18 +62,26 @@ class Operations:
     ) -> Handle:
         """Like `allreduce_async`, in place."""
         op = reduce_op(op, average)
-        scales = (prescale_factor, postscale_factor)
-        source = self._arrays.contiguous(tensor)
-        if source is not tensor:
-            handle = self._reduce([tensor], name, None, op, scales, process_set, urgency, True)
-            return _only(handle)
         # The way of gradients: hundreds in a row, so nothing is built that they do not need.
-        self._arrays.check_writable(tensor)
-        pairs = ((source, source),)
-        core_handle = self._submit(
-            Kind.ALLREDUCE, pairs, name, process_set, urgency, op, scales=scales
-        )
-        return Handle(core_handle, None, tensor)
+        if self._arrays.is_plain(tensor):
+            address, dtype, shape = self._arrays.describe(tensor)
+            return core.submit(  # type: ignore[no-any-return]
+                world().engine,
+                _ALLREDUCE,
+                name or "",
+                [(address, address, dtype, shape)],
+                op,
+                -1,
+                prescale_factor,
+                postscale_factor,
+                process_set._id(),
+                (),
+                urgency,
+                tensor,
+                tensor,
+            )
+        scales = (prescale_factor, postscale_factor)
+        return _only(self._reduce([tensor], name, None, op, scales, process_set, urgency, True))
 
     def allreduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """The reduction of `tensor` over all ranks of the set; Average unless `op` says otherwise.
@@ -166,8 +177,7 @@ class Operations:
     ) -> tuple[list[Any], list[list[int]]]:
         """`grouped_allgather`, and for each array how many rows came from each rank."""
         handle = self._gather(tensors, name, process_set, Urgency.WAITED)
-        core_handle = handle._core
-        return list(handle.wait()), [core_handle.rows(i) for i in range(len(tensors))]
+        return list(handle.wait()), [handle.rows(i) for i in range(len(tensors))]
 
     # ---- broadcast -----------------------------------------------------------------------------
 
@@ -228,33 +238,28 @@ class Operations:
         urgency: Urgency = Urgency.SOON,
     ) -> Handle:
         """Starts sending `splits[i]` rows to rank i of the set."""
-        arrays = self._arrays
-        source = arrays.contiguous(tensor)
-        described = arrays.describe(source)
-        rows = described[2][0] if len(described[2]) else 0
         nranks = process_set.size()
-        if splits is None:
-            numbers = [rows // nranks] * nranks
-        else:
-            numbers = [int(n) for n in splits]
-
-        def finish(core_handle: Any) -> Any:
-            out = self._adopt(core_handle, 0, described, source, tensor)
-            if splits is None:
-                return out
-            return out, arrays.like_splits(core_handle.rows(0), splits)
-
-        try:
-            handle = self._submit(
-                Kind.ALLTOALL, [(source, None)], name, process_set, urgency, splits=numbers
+        ((source, _),) = self._pairs(Kind.ALLTOALL, [tensor], name, process_set, None)
+        shape = self._arrays.describe(source)[2]
+        rows = shape[0] if len(shape) else 0
+        if splits is None and rows % nranks:
+            self._refuse(
+                Kind.ALLTOALL,
+                name,
+                process_set,
+                f"{rows} rows cannot be split evenly over {nranks} ranks; give splits",
             )
-        except UsageError as error:
-            if splits is None and rows % nranks:  # the engine told the other ranks
-                raise UsageError(
-                    f"alltoall: {rows} rows cannot be split evenly over {nranks} ranks; give splits"
-                ) from error
-            raise
-        return Handle(handle, finish)
+        numbers = [rows // nranks] * nranks if splits is None else [int(n) for n in splits]
+        handle = self._submit(
+            Kind.ALLTOALL, [(source, None)], name, process_set, urgency, splits=numbers
+        )
+
+        def finish(done: Any) -> Any:
+            out = self._adopt(done, 0, source, tensor)
+            return out if splits is None else (out, self._arrays.like_splits(done.rows(0), splits))
+
+        handle.finish = finish
+        return handle
 
     def alltoall(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Row blocks from every rank, in rank order; with `splits` also how many came from each."""
@@ -314,7 +319,7 @@ class Operations:
         root: int = -1,
         scales: tuple[float, float] = (1.0, 1.0),
         splits: Sequence[int] = (),
-    ) -> Any:
+    ) -> Handle:
         """One request over (input, output) pairs; the engine allocates where output is None."""
         describe = self._arrays.describe
         tensors = []
@@ -322,7 +327,7 @@ class Operations:
             address, dtype, shape = describe(source)
             out_address = 0 if out is None else address if out is source else describe(out)[0]
             tensors.append((address, out_address, dtype, shape))
-        return core.submit(
+        return core.submit(  # type: ignore[no-any-return]
             world().engine,
             kind,
             name or "",
@@ -334,7 +339,41 @@ class Operations:
             splits,
             urgency,
             pairs,
+            None,
         )
+
+    def _refuse(
+        self, kind: Kind, name: Optional[str], process_set: ProcessSet, problem: str
+    ) -> NoReturn:
+        """Raises, here and on the ranks that make the same call."""
+        core.refuse(world().engine, kind, name or "", process_set._id(), problem)
+        raise AssertionError("the engine raises what it is told to refuse")
+
+    def _pairs(
+        self,
+        kind: Kind,
+        tensors: Sequence[Any],
+        name: Optional[str],
+        process_set: ProcessSet,
+        output: Optional[Callable[[Any, Any], Any]],
+    ) -> list[tuple[Any, Any]]:
+        """What to send of each tensor, and `output(tensor, source)`, where its result goes."""
+        pairs = []
+        try:
+            for tensor in tensors:
+                source = self._arrays.contiguous(tensor)
+                self._arrays.describe(source)
+                pairs.append((source, output(tensor, source) if output else None))
+        except UsageError as problem:
+            self._refuse(kind, name, process_set, str(problem))
+        return pairs
+
+    def _in_place(self, tensor: Any, source: Any) -> Any:
+        self._arrays.check_writable(tensor)
+        return source
+
+    def _beside(self, tensor: Any, source: Any) -> Any:
+        return self._arrays.empty(self._arrays.describe(source)[2], source)
 
     def _reduce(
         self,
@@ -347,11 +386,14 @@ class Operations:
         urgency: Urgency,
         in_place: bool,
     ) -> Handle:
-        pairs = self._pairs(tensors, in_place)
+        op = reduce_op(op, average)
+        output = self._in_place if in_place else self._beside
+        pairs = self._pairs(Kind.ALLREDUCE, tensors, name, process_set, output)
         handle = self._submit(
-            Kind.ALLREDUCE, pairs, name, process_set, urgency, reduce_op(op, average), scales=scales
+            Kind.ALLREDUCE, pairs, name, process_set, urgency, op, scales=scales
         )
-        return Handle(handle, self._writes_back(tensors, pairs, in_place))
+        handle.finish = self._writes_back(tensors, pairs, in_place)
+        return handle
 
     def _broadcast(
         self,
@@ -362,11 +404,13 @@ class Operations:
         urgency: Urgency,
         in_place: bool,
     ) -> Handle:
-        pairs = self._pairs(tensors, in_place)
+        output = self._in_place if in_place else self._beside
+        pairs = self._pairs(Kind.BROADCAST, tensors, name, process_set, output)
         handle = self._submit(
             Kind.BROADCAST, pairs, name, process_set, urgency, root=int(root_rank)
         )
-        return Handle(handle, self._writes_back(tensors, pairs, in_place))
+        handle.finish = self._writes_back(tensors, pairs, in_place)
+        return handle
 
     def _gather(
         self,
@@ -375,18 +419,12 @@ class Operations:
         process_set: ProcessSet,
         urgency: Urgency,
     ) -> Handle:
-        sources = [self._arrays.contiguous(tensor) for tensor in tensors]
-        described = [self._arrays.describe(source) for source in sources]
-        pairs = [(source, None) for source in sources]
+        pairs = self._pairs(Kind.ALLGATHER, tensors, name, process_set, None)
         handle = self._submit(Kind.ALLGATHER, pairs, name, process_set, urgency)
-
-        def finish(core_handle: Any) -> list[Any]:
-            return [
-                self._adopt(core_handle, i, described[i], sources[i], tensor)
-                for i, tensor in enumerate(tensors)
-            ]
-
-        return Handle(handle, finish)
+        handle.finish = lambda done: [
+            self._adopt(done, i, pairs[i][0], tensor) for i, tensor in enumerate(tensors)
+        ]
+        return handle
 
     def _scatter(
         self,
@@ -398,34 +436,24 @@ class Operations:
         urgency: Urgency,
     ) -> Handle:
         nranks, me = process_set.size(), process_set.rank()
-        pairs = []
-        for tensor in tensors:
-            source = self._arrays.contiguous(tensor)
+
+        def share(_: Any, source: Any) -> Any:
             shape = list(self._arrays.describe(source)[2])
             if shape:
                 shape[0] = shape[0] // nranks + (me < shape[0] % nranks)
-            pairs.append((source, self._arrays.empty(shape, source)))
+            return self._arrays.empty(shape, source)
+
+        pairs = self._pairs(Kind.REDUCESCATTER, tensors, name, process_set, share)
         handle = self._submit(
             Kind.REDUCESCATTER, pairs, name, process_set, urgency, reduce_op(op), scales=scales
         )
         finish = self._arrays.finish
-        return Handle(handle, lambda _: [finish(out, t) for (_, out), t in zip(pairs, tensors)])
-
-    def _pairs(self, tensors: Sequence[Any], in_place: bool) -> list[tuple[Any, Any]]:
-        arrays = self._arrays
-        pairs = []
-        for tensor in tensors:
-            source = arrays.contiguous(tensor)
-            if in_place:
-                arrays.check_writable(tensor)
-                pairs.append((source, source))
-            else:
-                pairs.append((source, arrays.empty(arrays.describe(source)[2], source)))
-        return pairs
+        handle.finish = lambda _: [finish(out, t) for (_, out), t in zip(pairs, tensors)]
+        return handle
 
     def _writes_back(
         self, tensors: Sequence[Any], pairs: Sequence[tuple[Any, Any]], in_place: bool
-    ) -> Any:
+    ) -> Callable[[Any], list[Any]]:
         """What turns a finished request into its results."""
 
         def finish(_: Any) -> list[Any]:
@@ -441,12 +469,11 @@ class Operations:
 
         return finish
 
-    def _adopt(self, core_handle: Any, index: int, described: Any, source: Any, like: Any) -> Any:
+    def _adopt(self, done: Any, index: int, source: Any, like: Any) -> Any:
         """Output `index`, whose number of rows only the exchange told."""
-        _, _, shape = described
-        rows = sum(core_handle.rows(index))
-        row_shape = list(shape[1:])
-        memory = core_handle.output(index, self._row_nbytes(source, row_shape))
+        rows = sum(done.rows(index))
+        row_shape = list(self._arrays.describe(source)[2][1:])
+        memory = done.output(index, self._row_nbytes(source, row_shape))
         return self._arrays.finish(self._arrays.adopt(memory, [rows, *row_shape], source), like)
 
     @staticmethod
@@ -471,7 +498,6 @@ def reduce_op(op: Optional[Union[ReduceOp, int]], average: Optional[bool] = None
 
 def _only(handle: Handle) -> Handle:
     """The handle of a request with one tensor gives that tensor's result, not a list."""
-    finish = handle._finish
-    assert finish is not None
-    handle._finish = lambda core_handle: finish(core_handle)[0]
+    finish = handle.finish
+    handle.finish = lambda done: finish(done)[0]
     return handle

@@ -80,7 +80,7 @@ class World:
         """Submits a request that carries no tensors; returns its finished handle."""
         root, in_set = fields.get("root", -1), fields.get("set", 0)
         handle = core.submit(
-            self.engine, kind, name, [], 0, root, 1.0, 1.0, in_set, numbers, Urgency.WAITED, None
+            self.engine, kind, name, [], 0, root, 1.0, 1.0, in_set, numbers, Urgency.WAITED, None, None
         )
         handle.wait()
         return handle

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bagua.common import world
-from bagua.common.handle import poll, synchronize
+from bagua.common.handle import Handle, poll, synchronize
 from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.operations import Operations, reduce_op
 from bagua.common.process_set import ProcessSet, global_process_set
@@ -172,7 +172,7 @@ class TorchOperations(Operations):
         name: str | None = None,
         op: ReduceOp | None = None,
         process_set: ProcessSet = global_process_set,
-    ) -> sparse.SparseHandle:
+    ) -> Handle:
         """Starts reducing a sparse COO tensor; the result is one too, not coalesced."""
         return sparse.sparse_allreduce_async(self, tensor, name, op, process_set)
 

@@ -7,40 +7,23 @@ from typing import Any
 import torch
 
 from bagua.common.errors import UsageError
-from bagua.common.kinds import Average, ReduceOp, Sum
+from bagua.common.handle import Handle
+from bagua.common.kinds import Average, Kind, ReduceOp, Sum
 from bagua.common.process_set import ProcessSet
-
-
-class SparseHandle:
-    """For `synchronize`, as any handle; Horovod's users call it instead."""
-
-    __slots__ = ("_finish", "_gathering")
-
-    def __init__(self, gathering: Any, finish: Any) -> None:
-        self._gathering = gathering
-        self._finish = finish
-
-    def poll(self) -> bool:
-        """Whether the operation is done; never blocks."""
-        return bool(self._gathering.poll())
-
-    def wait(self) -> Any:
-        """Blocks until the operation is done and returns its result."""
-        return self._finish(*self._gathering.wait())
-
-    __call__ = wait
 
 
 def sparse_allreduce_async(
     ops: Any, tensor: Any, name: str | None, op: ReduceOp | None, process_set: ProcessSet
-) -> SparseHandle:
+) -> Handle:
     """Gathers everyone's entries; equal indices are summed when the result is coalesced."""
     op = Average if op is None else ReduceOp(op)
     if op not in (Average, Sum):
-        raise UsageError(f"sparse_allreduce: op must be Average or Sum, not {op.name}")
+        ops._refuse(Kind.ALLGATHER, name, process_set, f"op must be Average or Sum, not {op.name}")
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
         what = getattr(tensor, "layout", type(tensor).__name__)
-        raise UsageError(f"sparse_allreduce: a sparse COO tensor is needed, not {what}")
+        ops._refuse(
+            Kind.ALLGATHER, name, process_set, f"a sparse COO tensor is needed, not {what}"
+        )
     tensor = tensor.detach()
     # The engine compares what is exchanged, so the dense shape goes along as a row of its own.
     shape = torch.tensor([[tensor.sparse_dim(), *tensor.shape]])
@@ -48,7 +31,10 @@ def sparse_allreduce_async(
         [tensor._indices().t(), tensor._values(), shape], name, process_set
     )
 
-    def finish(indices: Any, values: Any, shapes: Any) -> Any:
+    gathered = gathering.finish
+
+    def finish(done: Any) -> Any:
+        indices, values, shapes = gathered(done)
         if (shapes != shape).any():
             raise UsageError(
                 f"sparse_allreduce {name or ''}: shapes differ between the ranks "
@@ -59,4 +45,5 @@ def sparse_allreduce_async(
             values = values.div(process_set.size(), rounding_mode=rounding)
         return torch.sparse_coo_tensor(indices.t(), values, tensor.shape)
 
-    return SparseHandle(gathering, finish)
+    gathering.finish = finish
+    return gathering  # type: ignore[no-any-return]

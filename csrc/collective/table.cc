@@ -12,9 +12,12 @@ constexpr int kRingRanks = 17;
 bool always(const Job&) { return true; }
 bool is_adasum(const Job& job) { return job.op == ReduceOp::kAdasum; }
 bool is_linear(const Job& job) { return !is_adasum(job); }
-// A ring rounds at every hop, which 16-bit sums must not.
+// A ring rounds to the element type at every hop. 16-bit sums must not, and integers only where
+// nothing is divided or scaled at the end: a sum that wraps around comes out the same.
 bool ring_can(const Job& job) {
-  return is_linear(job) && job.dtype != DType::kF16 && job.dtype != DType::kBF16;
+  const bool whole = !is_float(job.dtype) && !is_complex(job.dtype);
+  return is_linear(job) && job.group.size() > 1 && job.dtype != DType::kF16 &&
+         job.dtype != DType::kBF16 && (!whole || job.finish.identity());
 }
 bool ring_fits(const Job& job) {
   return ring_can(job) && job.group.size() >= kRingRanks &&

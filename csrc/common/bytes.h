@@ -57,8 +57,8 @@ class Reader {
   template <class T>
   std::vector<T> get_vector() {
     const auto n = get<uint32_t>();
-    std::vector<T> values(n);
     const char* from = take(n * sizeof(T));
+    std::vector<T> values(n);
     if (n > 0) std::memcpy(values.data(), from, n * sizeof(T));
     return values;
   }

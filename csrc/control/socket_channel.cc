@@ -103,6 +103,7 @@ class SocketChannel : public Channel {
   }
 
   void wake_after(int delay_us) override {
+    delay_us = std::max(delay_us, 1);  // zero would stop the timer
     itimerspec when{};
     when.it_value.tv_sec = delay_us / 1000000;
     when.it_value.tv_nsec = delay_us % 1000000 * 1000L;

@@ -94,10 +94,12 @@ HandlePtr Engine::submit(RequestPtr request, Urgency urgency) {
     if (std::find(door.ranks.begin(), door.ranks.end(), rank_) == door.ranks.end())
       throw UsageError("rank " + std::to_string(rank_) + " is not in process set " +
                        std::to_string(request->set));
-    request->refusal = problem.empty() ? refuse_in(*request, door.ranks) : problem;
+    if (request->refusal.empty())
+      request->refusal = problem.empty() ? refuse_in(*request, door.ranks) : problem;
     if (request->name.empty()) {
       request->seq = request->description.kind == OpKind::kJoin ? 0 : door.next_seq++;
-    } else if (request->refusal.empty() && !door.names.insert(request->name).second) {
+    } else if (request->refusal.empty() ? !door.names.insert(request->name).second
+                                        : door.names.count(request->name) > 0) {
       throw UsageError("'" + request->name +
                        "' is already in flight; wait for its handle first or use another name");
     }
@@ -365,6 +367,8 @@ void Engine::apply(const Decision& decision) {
     }
   }
   for (const auto& rejection : decision.rejections) {
+    const auto& meant = rejection.ranks;
+    if (std::find(meant.begin(), meant.end(), rank_) == meant.end()) continue;
     const auto known = set.by_name.find(rejection.key.name);
     const int32_t id = rejection.key.seq == 0 && known != set.by_name.end() ? known->second : -1;
     if (const RequestPtr request = take_open(set, id, rejection.key))
@@ -397,6 +401,10 @@ void Engine::run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed,
                              ? *next_forgotten++
                              : set.entries[static_cast<size_t>(item.id)];
     RequestPtr request = take_open(set, item.id, {item.seq ? "" : entry.name, item.seq});
+    if (!request && !set.joining)
+      throw InternalError("the ranks agreed on '" + entry.name + "' (" +
+                          kind_name(entry.description.kind) + "), which rank " +
+                          std::to_string(rank_) + " has not asked for");
     if (!request) request = stand_in(set, entry);
     requests.push_back(request);
     candidates.push_back({&entry.description, entry.nbytes, request->priority});

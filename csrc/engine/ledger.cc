@@ -33,6 +33,20 @@ int Ledger::Set::member_of(int rank) const {
   return it != ranks.end() && *it == rank ? static_cast<int>(it - ranks.begin()) : -1;
 }
 
+std::vector<int> Ledger::Set::with_bit(int32_t id) const {
+  std::vector<int> found;
+  for (int m = 0; m < static_cast<int>(ranks.size()); ++m)
+    if (bit(m, id)) found.push_back(ranks[m]);
+  return found;
+}
+
+std::vector<int> Ledger::Set::arrived(const Pending& pending) const {
+  std::vector<int> found;
+  for (size_t m = 0; m < ranks.size(); ++m)
+    if (pending.arrivals[m] && pending.arrivals[m]->description >= 0) found.push_back(ranks[m]);
+  return found;
+}
+
 bool Ledger::Set::bit(int member, int32_t id) const {
   const auto& words = bits[static_cast<size_t>(member)];
   const auto word = static_cast<size_t>(id / 64);
@@ -90,20 +104,28 @@ void Ledger::report(int rank, const Report& report, double now_s) {
   if (found == sets_.end()) return;  // a set that was removed while this was on its way
   const int member = found->second.member_of(rank);
   if (member < 0) return;
-  if (found->second.removed) {
-    for (const auto& full : report.full)
-      decision(report.set).rejections.push_back(
-          {full.key, ErrorKind::kUsage, "process set " + std::to_string(report.set) +
-                                            " has been removed"});
-    return;
-  }
+  if (found->second.removed) return turn_away(rank, report);
+  // A name that was refused may be used again at once: then its refusal is the older report.
+  for (const auto& full : report.full) arrive(report.set, member, full, now_s);
   for (const int32_t id : report.ids) arrive_bit(report.set, member, id, now_s);
   for (const auto& again : report.unnamed) {
     const Entry& entry = found->second.entries[static_cast<size_t>(again.id)];
     arrive(report.set, member, {{"", again.seq}, entry.description.encode(), ""}, now_s);
   }
-  for (const auto& full : report.full) arrive(report.set, member, full, now_s);
   if (report.join) join(report.set, member);
+}
+
+// For a process set that was removed while the report was on its way.
+void Ledger::turn_away(int rank, const Report& report) {
+  const std::string text = "process set " + std::to_string(report.set) + " has been removed";
+  const auto reject = [&](const Key& key) {
+    decision(report.set).rejections.push_back({key, ErrorKind::kUsage, text, {rank}});
+  };
+  for (const int32_t id : report.ids)
+    reject({sets_[report.set].entries[static_cast<size_t>(id)].name, 0});
+  for (const auto& again : report.unnamed) reject({"", again.seq});
+  for (const auto& full : report.full)
+    if (full.refusal.empty()) reject(full.key);
 }
 
 void Ledger::arrive_bit(int32_t set, int member, int32_t id, double now_s) {
@@ -182,7 +204,8 @@ void Ledger::settle_bits(int32_t set, int32_t id) {
   } else {
     decision(set).rejections.push_back(
         {{entry.name, 0}, gone.empty() ? ErrorKind::kUsage : ErrorKind::kPeer,
-         entry.name + ": " + problem + " and takes no part in this " + kind_name(kind)});
+         entry.name + ": " + problem + " and takes no part in this " + kind_name(kind),
+         s.with_bit(id)});
   }
   for (int m = 0; m < static_cast<int>(s.ranks.size()); ++m) s.clear_bit(m, id);
   entry.open_since_s = 0;
@@ -213,8 +236,10 @@ void Ledger::settle_pending(int32_t set, std::map<Key, Pending>::iterator it) {
                                   ? key.name
                                   : label_of(key, Description::decode(settled.descriptions[0]));
     decision(set).rejections.push_back(
-        {key, ErrorKind::kPeer, label + ": " + list_text(gone) + " shut down and takes no "
-                                        "part; did it return early or skip a step?"});
+        {key, ErrorKind::kPeer,
+         label + ": " + list_text(gone) +
+             " shut down and takes no part; did it return early or skip a step?",
+         s.arrived(settled)});
   }
   for (auto& [member, full] : settled.later) arrive(set, member, full, settled.since_s);
 }
@@ -234,7 +259,8 @@ void Ledger::resolve(int32_t set, const Key& key, Pending& pending) {
                                 ? key.name
                                 : label_of(key, Description::decode(pending.descriptions[0]));
   decision(set).rejections.push_back(
-      {key, ErrorKind::kUsage, label.empty() ? problem : label + ": " + problem});
+      {key, ErrorKind::kUsage, label.empty() ? problem : label + ": " + problem,
+       s.arrived(pending)});
 }
 
 std::string Ledger::mismatch(const Set& s, const Key& key, const Pending& pending) const {
@@ -372,7 +398,7 @@ std::vector<Ledger::Stall> Ledger::stalls(double now_s, double age_s) const {
       const Entry& entry = s.entries[static_cast<size_t>(e)];
       if (entry.open_since_s == 0 || now_s - entry.open_since_s < age_s) continue;
       found.push_back({id, {entry.name, 0}, entry.name,
-                       missing([&, &set = s](int m) { return set.bit(m, e); }),
+                       missing([&, &set = s](int m) { return set.bit(m, e); }), s.with_bit(e),
                        entry.open_since_s});
     }
     for (const auto& [key, pending] : s.pending) {
@@ -383,7 +409,7 @@ std::vector<Ledger::Stall> Ledger::stalls(double now_s, double age_s) const {
               : label_of(key, Description::decode(pending.descriptions[0]));
       found.push_back({id, key, label,
                        missing([&p = pending](int m) { return p.arrivals[m].has_value(); }),
-                       pending.since_s});
+                       s.arrived(pending), pending.since_s});
     }
   }
   return found;
@@ -391,7 +417,7 @@ std::vector<Ledger::Stall> Ledger::stalls(double now_s, double age_s) const {
 
 void Ledger::reject(const Stall& stall, const std::string& text) {
   Set& s = sets_[stall.set];
-  decision(stall.set).rejections.push_back({stall.key, ErrorKind::kPeer, text});
+  decision(stall.set).rejections.push_back({stall.key, ErrorKind::kPeer, text, stall.waiting});
   s.pending.erase(stall.key);
   const auto known = s.by_name.find(stall.key.name);
   if (stall.key.seq != 0 || known == s.by_name.end()) return;

@@ -37,6 +37,7 @@ class Ledger {
     Key key;
     std::string label;
     std::vector<int> missing;  // ranks
+    std::vector<int> waiting;  // ranks that are ready
     double since_s;
   };
   std::vector<Stall> stalls(double now_s, double age_s) const;
@@ -76,12 +77,15 @@ class Ledger {
     int last_joined = -1;  // rank
 
     int member_of(int rank) const;
+    std::vector<int> with_bit(int32_t id) const;           // ranks
+    std::vector<int> arrived(const Pending& pending) const;  // ranks, without refusals
     bool bit(int member, int32_t id) const;
     void clear_bit(int member, int32_t id);
     void set_bit(int member, int32_t id);
   };
 
   Decision& decision(int32_t set);
+  void turn_away(int rank, const Report& report);
   void arrive(int32_t set, int member, const Report::Full& full, double now_s);
   void arrive_bit(int32_t set, int member, int32_t id, double now_s);
   void gather_bits(Set& s, int32_t id, Pending& pending);

@@ -116,6 +116,7 @@ void Decision::encode(Writer& w) const {
     put_key(w, x.key);
     w.put(x.kind);
     w.put_string(x.text);
+    w.put_vector(x.ranks);
   });
 }
 
@@ -137,6 +138,7 @@ Decision Decision::decode(Reader& r) {
     x.key = get_key(r);
     x.kind = r.get<ErrorKind>();
     x.text = r.get_string();
+    x.ranks = r.get_vector<int32_t>();
     decision.rejections.push_back(std::move(x));
   });
   return decision;

@@ -70,6 +70,9 @@ struct Decision {
     Key key;
     ErrorKind kind;
     std::string text;
+    // Ranks whose open request this ends. Another rank may by now have one of the same name that
+    // the rejection does not mean.
+    std::vector<int32_t> ranks;
   };
   int32_t set = 0;
   std::vector<Definition> definitions;

@@ -67,19 +67,34 @@ struct is_complex_type : std::false_type {};
 template <class T>
 struct is_complex_type<std::complex<T>> : std::true_type {};
 
-// Comparisons that let a NaN on either side through.
+// Integers wrap around, as in NumPy; on signed ones the language leaves that undefined.
+template <class A>
+struct Wrapping {
+  using type = A;
+};
+template <>
+struct Wrapping<int32_t> {
+  using type = uint32_t;
+};
+template <>
+struct Wrapping<int64_t> {
+  using type = uint64_t;
+};
 struct Add {
   template <class A>
   static A apply(A a, A b) {
-    return a + b;
+    using W = typename Wrapping<A>::type;
+    return static_cast<A>(static_cast<W>(a) + static_cast<W>(b));
   }
 };
 struct Multiply {
   template <class A>
   static A apply(A a, A b) {
-    return a * b;
+    using W = typename Wrapping<A>::type;
+    return static_cast<A>(static_cast<W>(a) * static_cast<W>(b));
   }
 };
+// Comparisons that let a NaN on either side through.
 struct Lesser {
   template <class A>
   static A apply(A a, A b) {

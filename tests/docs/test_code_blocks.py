@@ -66,9 +66,9 @@ def test_wrong_blocks_are_found(tmp_path, run_ranks):
     result = run_ranks(2, Path(__file__).with_name("run_blocks.py"), str(path))
     assert result.exit_code != 0
     assert "5 blocks of" in result.stderr[0]
-    for line in (5, 8, 11, 17, 20):
+    for line in (6, 9, 12, 18, 21):
         assert f"wrong.md:{line} should" in result.stdout[0]
-    assert "wrong.md:23 ok" in result.stdout[0]
+    assert "wrong.md:24 ok" in result.stdout[0]
 
 
 @pytest.mark.parametrize("block", of("diff"), ids=str)

@@ -26,8 +26,7 @@ inline Config quiet_config() {
 
 class LoopbackWorld {
  public:
-  explicit LoopbackWorld(int size, const Config& config = quiet_config())
-      : hub(size), board(size) {
+  explicit LoopbackWorld(int size, const Config& config = quiet_config()) : hub(size), board(size) {
     std::vector<std::string> names;
     for (int rank = 0; rank < size; ++rank) names.push_back("host h" + std::to_string(rank));
     for (int rank = 0; rank < size; ++rank)
@@ -45,7 +44,9 @@ class LoopbackWorld {
     for (auto& engine : engines)
       if (engine) engine->stop();
     for (auto& engine : engines)
-      if (engine) EXPECT_TRUE(engine->wait_stopped(kHangS));
+      if (engine) {
+        EXPECT_TRUE(engine->wait_stopped(kHangS));
+      }
   }
   // What the others see when a rank's process is killed; call it from that rank's thread.
   void die(int rank) {
@@ -147,7 +148,8 @@ std::string error_of(Body&& body) {
   return "";
 }
 
-#define EXPECT_CONTAINS(text, part) \
-  EXPECT_NE(std::string(text).find(part), std::string::npos) << "'" << (text) << "' lacks '" << (part) << "'"
+#define EXPECT_CONTAINS(text, part)                          \
+  EXPECT_NE(std::string(text).find(part), std::string::npos) \
+      << "'" << (text) << "' lacks '" << (part) << "'"
 
 }  // namespace bagua

@@ -52,7 +52,8 @@ TEST(Bucket, ExactlyOneThreadIsTheLast) {
 TEST(Bucket, SumsItsArenaInPlace) {
   LoopbackWorld world(3);
   world.run([&](int rank) {
-    Bucket bucket(world.engines[static_cast<size_t>(rank)], "b", DType::kF32, {3, 20, 5000}, sum(), 0, 0);
+    Bucket bucket(world.engines[static_cast<size_t>(rank)], "b", DType::kF32, {3, 20, 5000}, sum(),
+                  0, 0);
     for (int step = 0; step < 5; ++step) {
       auto* values = reinterpret_cast<float*>(bucket.data());
       for (const int64_t begin : bucket.begins()) values[begin] = static_cast<float>(rank + step);
@@ -69,7 +70,8 @@ TEST(Bucket, MayBeForgottenWhileItIsInFlight) {
   world.run([&](int rank) {
     HandlePtr handle;
     {
-      Bucket bucket(world.engines[static_cast<size_t>(rank)], "b", DType::kF64, {100000}, sum(), 0, 0);
+      Bucket bucket(world.engines[static_cast<size_t>(rank)], "b", DType::kF64, {100000}, sum(), 0,
+                    0);
       handle = bucket.launch(Urgency::kNow);
     }
     finish(world[rank], handle);

@@ -188,8 +188,8 @@ TEST(Engine, SameNameTwiceInFlightIsRefused) {
   world.run([&](int rank) {
     std::vector<float> a{1}, b{1};
     const HandlePtr first = world[rank].submit(allreduce_of("x", a), Urgency::kWaited);
-    const std::string text = error_of<UsageError>(
-        [&] { world[rank].submit(allreduce_of("x", b), Urgency::kWaited); });
+    const std::string text =
+        error_of<UsageError>([&] { world[rank].submit(allreduce_of("x", b), Urgency::kWaited); });
     EXPECT_CONTAINS(text, "already in flight");
     finish(world[rank], first);
     EXPECT_EQ(sum_of_ones(world[rank], "x"), 2);
@@ -209,11 +209,12 @@ TEST(Engine, RefusalOnOneRankFailsTheOthers) {
   world.run([&](int rank) {
     for (const char* name : {"x", ""}) {
       std::vector<float> data{1};
-      const std::string text = error_of<UsageError>([&] {
-        call(world[rank], rank == 1 ? bad_root(name, data) : allreduce_of(name, data));
-      });
+      const std::string text = error_of<UsageError>(
+          [&] { call(world[rank], rank == 1 ? bad_root(name, data) : allreduce_of(name, data)); });
       EXPECT_CONTAINS(text, "root 7 is not one of the ranks 0, 1, 2");
-      if (rank != 1) EXPECT_CONTAINS(text, "rank 1");
+      if (rank != 1) {
+        EXPECT_CONTAINS(text, "rank 1");
+      }
     }
     EXPECT_EQ(sum_of_ones(world[rank], "y"), 3);
   });
@@ -224,12 +225,13 @@ TEST(Engine, RetryAfterARefusalMeetsTheOthersRetry) {
   for (const bool known : {false, true}) {
     LoopbackWorld world(2);
     world.run([&](int rank) {
-      if (known) EXPECT_EQ(sum_of_ones(world[rank], "x"), 2);
+      if (known) {
+        EXPECT_EQ(sum_of_ones(world[rank], "x"), 2);
+      }
       for (int round = 0; round < 5; ++round) {
         std::vector<float> data{1};
-        const std::string text = error_of<UsageError>([&] {
-          call(world[rank], rank == 0 ? bad_root("x", data) : allreduce_of("x", data));
-        });
+        const std::string text = error_of<UsageError>(
+            [&] { call(world[rank], rank == 0 ? bad_root("x", data) : allreduce_of("x", data)); });
         EXPECT_CONTAINS(text, "root 7");
         EXPECT_EQ(sum_of_ones(world[rank], "x"), 2) << "round " << round;
       }
@@ -241,10 +243,13 @@ TEST(Engine, RefusalOnAllRanksDoesNotHarmTheRetry) {
   for (const bool known : {false, true}) {
     LoopbackWorld world(2);
     world.run([&](int rank) {
-      if (known) EXPECT_EQ(sum_of_ones(world[rank], "x"), 2);
+      if (known) {
+        EXPECT_EQ(sum_of_ones(world[rank], "x"), 2);
+      }
       for (int round = 0; round < 50; ++round) {
         std::vector<float> data{1};
-        EXPECT_CONTAINS(error_of<UsageError>([&] { call(world[rank], bad_root("x", data)); }), "root 7");
+        EXPECT_CONTAINS(error_of<UsageError>([&] { call(world[rank], bad_root("x", data)); }),
+                        "root 7");
         ASSERT_EQ(sum_of_ones(world[rank], "x"), 2) << "round " << round;
       }
     });
@@ -261,7 +266,10 @@ TEST(Engine, RefusesWhatHasNoMeaning) {
     request->parts.resize(1);
     request->rows.push_back(shape.empty() ? 1 : shape[0]);
     request->splits = std::move(splits);
-    return error_of<UsageError>([&] { world[0].submit(request, Urgency::kWaited); });
+    const std::string text =
+        error_of<UsageError>([&] { world[0].submit(request, Urgency::kWaited); });
+    sum_of_ones(world[0], "");  // by now the refusal is dealt with, and the name free again
+    return text;
   };
   const OpKind reduce = OpKind::kAllreduce, scatter = OpKind::kReducescatter;
   EXPECT_CONTAINS(refusal(reduce, DType::kI32, {1}, ReduceOp::kAdasum), "floating-point");
@@ -273,7 +281,6 @@ TEST(Engine, RefusesWhatHasNoMeaning) {
   EXPECT_CONTAINS(refusal(swap, DType::kF32, {3}, ReduceOp::kSum, {2}), "add up to 2");
   EXPECT_CONTAINS(refusal(swap, DType::kF32, {3}, ReduceOp::kSum, {1, 2}), "2 numbers for 1");
   EXPECT_CONTAINS(refusal(swap, DType::kF32, {3}, ReduceOp::kSum, {-3}), "negative");
-  EXPECT_EQ(sum_of_ones(world[0], "x"), 1);
 }
 
 // More different requests than the engine remembers.
@@ -301,8 +308,12 @@ TEST(Engine, ProcessSetsWorkIndependently) {
     const int32_t low = add_set(world[rank], {0, 1}), odd = add_set(world[rank], {1, 3});
     EXPECT_EQ(world[rank].ranks_of(odd), (std::vector<int>{1, 3}));
     for (int step = 0; step < 10; ++step) {
-      if (rank <= 1) EXPECT_EQ(sum_of_ones(world[rank], "x", low), 2);
-      if (rank % 2) EXPECT_EQ(sum_of_ones(world[rank], "x", odd), 2);
+      if (rank <= 1) {
+        EXPECT_EQ(sum_of_ones(world[rank], "x", low), 2);
+      }
+      if (rank % 2) {
+        EXPECT_EQ(sum_of_ones(world[rank], "x", odd), 2);
+      }
     }
     EXPECT_EQ(sum_of_ones(world[rank], "x"), 4);
     if (rank == 0)
@@ -310,7 +321,8 @@ TEST(Engine, ProcessSetsWorkIndependently) {
                       "rank 0 is not in process set");
     EXPECT_EQ(sum_of_ones(world[rank], ""), 4);
     remove_set(world[rank], odd);
-    EXPECT_CONTAINS(error_of<UsageError>([&] { sum_of_ones(world[rank], "x", odd); }), "no process set");
+    EXPECT_CONTAINS(error_of<UsageError>([&] { sum_of_ones(world[rank], "x", odd); }),
+                    "no process set");
     EXPECT_EQ(add_set(world[rank], {1, 3}), odd + 1);
   });
 }
@@ -325,7 +337,8 @@ TEST(Engine, ProcessSetsThatCannotBe) {
     EXPECT_CONTAINS(refusal({}), "at least one");
     EXPECT_CONTAINS(refusal({1, 1}), "twice");
     EXPECT_CONTAINS(refusal({0, 1, 2}), "process set 0 already has these ranks");
-    EXPECT_CONTAINS(refusal(rank == 2 ? std::vector<int64_t>{0} : std::vector<int64_t>{1}), "ranks");
+    EXPECT_CONTAINS(refusal(rank == 2 ? std::vector<int64_t>{0} : std::vector<int64_t>{1}),
+                    "ranks");
     EXPECT_CONTAINS(error_of<UsageError>([&] { remove_set(world[rank], 0); }), "world");
     EXPECT_CONTAINS(error_of<UsageError>([&] { remove_set(world[rank], 9); }), "no process set 9");
     EXPECT_EQ(sum_of_ones(world[rank], "x"), 3);
@@ -347,8 +360,10 @@ TEST(Engine, RemovingAProcessSetFailsWhatIsOpenInIt) {
     const HandlePtr removed = world[rank].submit(removal, Urgency::kWaited);
     std::vector<float> a{1}, b{1};
     // All three travel together, the removal first: nobody drives in between.
-    const HandlePtr known = world[rank].submit(allreduce_of("x", a, ReduceOp::kSum, set), Urgency::kWaited);
-    const HandlePtr unnamed = world[rank].submit(allreduce_of("", b, ReduceOp::kSum, set), Urgency::kWaited);
+    const HandlePtr known =
+        world[rank].submit(allreduce_of("x", a, ReduceOp::kSum, set), Urgency::kWaited);
+    const HandlePtr unnamed =
+        world[rank].submit(allreduce_of("", b, ReduceOp::kSum, set), Urgency::kWaited);
     finish(world[rank], removed);
     // Whichever came first, each is done: with a result or with the reason.
     for (const HandlePtr& handle : {known, unnamed})

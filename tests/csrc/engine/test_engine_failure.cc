@@ -16,9 +16,8 @@ class EveryDriver : public testing::TestWithParam<bool> {
     return config;
   }
 };
-INSTANTIATE_TEST_SUITE_P(EngineFailure, EveryDriver, testing::Bool(), [](const auto& info) {
-  return info.param ? "Inline" : "Thread";
-});
+INSTANTIATE_TEST_SUITE_P(EngineFailure, EveryDriver, testing::Bool(),
+                         [](const auto& info) { return info.param ? "Inline" : "Thread"; });
 
 // ---- shutting down -----------------------------------------------------------------------------
 
@@ -35,9 +34,11 @@ TEST_P(EveryDriver, OneThatShutsDownEarlyFailsThoseThatNeedIt) {
     world.run([&](int rank) {
       EXPECT_EQ(sum_of_ones(world[rank], "x"), 3);
       if (rank == early) return world[rank].stop();
-      const std::string who = "rank " + std::to_string(early) + " has shut down";
-      for (const char* name : {"x", "new", ""})
-        EXPECT_CONTAINS(error_of<PeerError>([&] { sum_of_ones(world[rank], name); }), who);
+      for (const char* name : {"x", "new", ""}) {
+        const std::string text = error_of<PeerError>([&] { sum_of_ones(world[rank], name); });
+        EXPECT_CONTAINS(text, "rank " + std::to_string(early));
+        EXPECT_CONTAINS(text, "shut down");
+      }
     });
   }
 }
@@ -65,7 +66,7 @@ TEST_P(EveryDriver, StopFailsWhatIsInFlight) {
     } else {
       while (!stopped) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       EXPECT_CONTAINS(error_of<PeerError>([&] { call(world[rank], allreduce_of("x", data)); }),
-                      "rank 0 has shut down");
+                      "shut down");
     }
   });
 }
@@ -95,7 +96,9 @@ TEST_P(EveryDriver, StopRightAfterSubmitting) {
       world[rank].stop();
       ASSERT_TRUE(world[rank].wait_stopped(30)) << "rank " << rank << ", round " << round;
       ASSERT_TRUE(handle->done());
-      if (!handle->failure()) EXPECT_EQ(data, std::vector<float>(5000, 3));
+      if (!handle->failure()) {
+        EXPECT_EQ(data, std::vector<float>(5000, 3));
+      }
     });
     if (HasFatalFailure()) std::abort();  // the world cannot be taken down any more
   }
@@ -122,7 +125,8 @@ TEST_P(EveryDriver, DeathIsAnErrorThatNamesTheRank) {
     world.run([&](int rank) {
       EXPECT_EQ(sum_of_ones(world[rank], "x"), 3);
       if (rank == dead) return world.die(rank);
-      const std::string who = "rank " + std::to_string(dead) + " (host h" + std::to_string(dead) + ")";
+      const std::string who =
+          "rank " + std::to_string(dead) + " (host h" + std::to_string(dead) + ")";
       const std::string text = error_of<PeerError>([&] { sum_of_ones(world[rank], "x"); });
       EXPECT_CONTAINS(text, who);
       EXPECT_CONTAINS(text, "is gone");
@@ -156,7 +160,9 @@ TEST_P(EveryDriver, DeathFailsEveryOpenHandle) {
 class MutePeer {
  public:
   explicit MutePeer(const Config& config)
-      : hub_(2), board_(2), channel_(board_.connect(1)),
+      : hub_(2),
+        board_(2),
+        channel_(board_.connect(1)),
         engine(config, hub_.connect(0), board_.connect(0), {"host h0", "host h1"}) {}
   ~MutePeer() { board_.lose(1); }  // else rank 0 would wait for its goodbye
 
@@ -174,7 +180,8 @@ class MutePeer {
         Reader r(message.bytes);
         const auto type = r.get<MessageType>();
         agreed = agreed || type == MessageType::kDecision;
-        if (type == MessageType::kPing && answers) channel_->send(0, text_message(MessageType::kPong));
+        if (type == MessageType::kPing && answers)
+          channel_->send(0, text_message(MessageType::kPong));
       }
       if (agreed && dies) return board_.lose(1);
     }
@@ -272,7 +279,9 @@ TEST_P(EveryDriver, StallFailsTheRequestButNotTheEngine) {
       const std::string text = error_of<PeerError>([&] { sum_of_ones(world[rank], name); });
       EXPECT_CONTAINS(text, "rank 1 not ready after");
       EXPECT_CONTAINS(text, "stall_fail_s");
-      if (*name) EXPECT_CONTAINS(text, name);
+      if (*name) {
+        EXPECT_CONTAINS(text, name);
+      }
     }
     ++failed;
     while (failed < 3) std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -40,7 +40,8 @@ Report random_report(Dice& dice) {
   r.ids = dice.ids();
   for (uint32_t n = dice.below(5); n > 0; --n)
     r.unnamed.push_back({dice.any(), static_cast<int32_t>(dice.below(100))});
-  for (uint32_t n = dice.below(5); n > 0; --n) r.full.push_back({dice.key(), dice.text(), dice.text()});
+  for (uint32_t n = dice.below(5); n > 0; --n)
+    r.full.push_back({dice.key(), dice.text(), dice.text()});
   return r;
 }
 
@@ -85,12 +86,15 @@ TEST(Messages, DecisionsSurvive) {
     sent.set = static_cast<int32_t>(dice.below(5));
     sent.last_joined = static_cast<int32_t>(dice.below(3)) - 1;
     for (uint32_t n = dice.below(5); n > 0; --n)
-      sent.definitions.push_back({static_cast<int32_t>(dice.below(9)) - 1, dice.text(), dice.text()});
+      sent.definitions.push_back(
+          {static_cast<int32_t>(dice.below(9)) - 1, dice.text(), dice.text()});
     for (const int32_t id : dice.ids()) sent.agreed.push_back({id, 0});
     for (uint32_t n = dice.below(4); n > 0; --n)
       sent.agreed.push_back({static_cast<int32_t>(dice.below(9)), dice.any() | 1});
-    for (uint32_t n = dice.below(4); n > 0; --n) sent.agreed.push_back({Decision::kForgotten, dice.below(2)});
-    for (uint32_t n = dice.below(4); n > 0; --n) sent.rejections.push_back({dice.key(), ErrorKind::kPeer, dice.text()});
+    for (uint32_t n = dice.below(4); n > 0; --n)
+      sent.agreed.push_back({Decision::kForgotten, dice.below(2)});
+    for (uint32_t n = dice.below(4); n > 0; --n)
+      sent.rejections.push_back({dice.key(), ErrorKind::kPeer, dice.text(), dice.ids()});
     Writer w;
     sent.encode(w);
     Reader r(w.bytes());
@@ -115,6 +119,7 @@ TEST(Messages, DecisionsSurvive) {
       EXPECT_EQ(got.rejections[k].key.name, sent.rejections[k].key.name);
       EXPECT_EQ(got.rejections[k].kind, sent.rejections[k].kind);
       EXPECT_EQ(got.rejections[k].text, sent.rejections[k].text);
+      EXPECT_EQ(got.rejections[k].ranks, sent.rejections[k].ranks);
     }
     if (HasFailure()) return;
   }
@@ -154,7 +159,8 @@ TEST(Messages, DescriptionsSurvive) {
     sent.postscale = dice.below(8) * 0.25;
     for (uint32_t n = dice.below(4); n > 0; --n) {
       std::vector<int64_t> shape(dice.below(4));
-      for (int64_t& extent : shape) extent = static_cast<int64_t>(dice.any() >> dice.below(64)) & INT64_MAX;
+      for (int64_t& extent : shape)
+        extent = static_cast<int64_t>(dice.any() >> dice.below(64)) & INT64_MAX;
       sent.add_tensor(static_cast<DType>(dice.below(kDTypeCount)), shape);
     }
     const std::string bytes = sent.encode();

@@ -19,14 +19,16 @@ const Description kSum = of(OpKind::kAllreduce), kMax = of(OpKind::kAllreduce, R
 TEST(Schedule, NothingGivesNothing) { EXPECT_EQ(schedule({}, 100), Groups{}); }
 
 TEST(Schedule, FusesUpToTheLimit) {
-  const std::vector<Candidate> candidates = {{&kSum, 40, 0}, {&kSum, 40, 0}, {&kSum, 40, 0}, {&kSum, 20, 0}};
+  const std::vector<Candidate> candidates = {
+      {&kSum, 40, 0}, {&kSum, 40, 0}, {&kSum, 40, 0}, {&kSum, 20, 0}};
   EXPECT_EQ(schedule(candidates, 100), (Groups{{0, 1, 3}, {2}}));
   EXPECT_EQ(schedule(candidates, 80), (Groups{{0, 1}, {2, 3}}));
   EXPECT_EQ(schedule(candidates, 0), (Groups{{0}, {1}, {2}, {3}}));
 }
 
 TEST(Schedule, LargeOnesGoAlone) {
-  EXPECT_EQ(schedule({{&kSum, 10, 0}, {&kSum, 100, 0}, {&kSum, 10, 0}}, 100), (Groups{{0, 2}, {1}}));
+  EXPECT_EQ(schedule({{&kSum, 10, 0}, {&kSum, 100, 0}, {&kSum, 10, 0}}, 100),
+            (Groups{{0, 2}, {1}}));
 }
 
 TEST(Schedule, EmptyTensorsFuseToo) {
@@ -44,7 +46,8 @@ TEST(Schedule, UnlikeRequestsStayApart) {
 }
 
 TEST(Schedule, HigherPriorityGoesFirstAndEqualOnesKeepTheirOrder) {
-  const std::vector<Candidate> candidates = {{&kSum, 60, 0}, {&kMax, 60, 5}, {&kSum, 60, 5}, {&kMax, 60, 0}};
+  const std::vector<Candidate> candidates = {
+      {&kSum, 60, 0}, {&kMax, 60, 5}, {&kSum, 60, 5}, {&kMax, 60, 0}};
   EXPECT_EQ(schedule(candidates, 100), (Groups{{1}, {2}, {0}, {3}}));
 }
 

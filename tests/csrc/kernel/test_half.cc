@@ -89,12 +89,13 @@ void expect_rounded(Format format, float x) {
 // Around every value a half can have and every tie between two of them.
 template <class Half>
 void rounds_around_every_value_and_tie(Format format) {
-  const uint16_t infinity = static_cast<uint16_t>(((1 << format.exponent_bits) - 1)
-                                                  << format.mantissa_bits);
+  const uint16_t infinity =
+      static_cast<uint16_t>(((1 << format.exponent_bits) - 1) << format.mantissa_bits);
   for (uint16_t bits = 0; bits < infinity; ++bits) {
     const double low = value_of(format, bits);
     const auto next = static_cast<uint16_t>(bits + 1);
-    const double high = next == infinity ? std::ldexp(1, format.bias() + 1) : value_of(format, next);
+    const double high =
+        next == infinity ? std::ldexp(1, format.bias() + 1) : value_of(format, next);
     for (const double x : {low, (low + high) / 2}) {
       const auto center = static_cast<float>(x);
       for (const float y : {std::nextafter(center, 0.0f), center, std::nextafter(center, INFINITY)})

@@ -38,11 +38,11 @@ struct Oracle<BF16> {
   static float widen(BF16 x) { return to_float(x); }
   static BF16 narrow(float x) { return to_bf16(x); }
 };
-#define WIDE_INTEGER(T)                                     \
-  template <>                                               \
-  struct Oracle<T> {                                        \
-    using Wide = int64_t;                                   \
-    static int64_t widen(T x) { return x; }                 \
+#define WIDE_INTEGER(T)                                      \
+  template <>                                                \
+  struct Oracle<T> {                                         \
+    using Wide = int64_t;                                    \
+    static int64_t widen(T x) { return x; }                  \
     static T narrow(int64_t x) { return static_cast<T>(x); } \
   };
 WIDE_INTEGER(bool)
@@ -127,7 +127,8 @@ void check_reduce(DType dtype, ReduceOp op, int nsrcs, int64_t count, Finish fin
   std::copy(dst, dst + size, expected.get());
   for (int64_t i = 0; i < count; ++i) {
     std::vector<typename O::Wide> values;
-    for (int s = 0; s < nsrcs; ++s) values.push_back(O::widen(rows[static_cast<size_t>(s)][kGuard + i]));
+    for (int s = 0; s < nsrcs; ++s)
+      values.push_back(O::widen(rows[static_cast<size_t>(s)][kGuard + i]));
     expected[static_cast<size_t>(kGuard + i)] = O::narrow(finished(reduced(op, values), finish));
   }
   reduce(dtype, op, dst + kGuard, srcs.data(), nsrcs, count, finish);
@@ -141,14 +142,15 @@ class EveryType : public testing::TestWithParam<int> {
  protected:
   DType dtype() const { return static_cast<DType>(GetParam()); }
 };
-INSTANTIATE_TEST_SUITE_P(Reduce, EveryType, testing::Range(0, kDTypeCount),
-                         [](const auto& info) { return dtype_name(static_cast<DType>(info.param)); });
+INSTANTIATE_TEST_SUITE_P(Reduce, EveryType, testing::Range(0, kDTypeCount), [](const auto& info) {
+  return dtype_name(static_cast<DType>(info.param));
+});
 
 TEST_P(EveryType, ReducesLikeAPlainLoop) {
   dispatch(dtype(), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    for (const ReduceOp op : {ReduceOp::kAverage, ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax,
-                              ReduceOp::kProduct}) {
+    for (const ReduceOp op :
+         {ReduceOp::kAverage, ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct}) {
       if (!meaningful(dtype(), op)) continue;
       for (int nsrcs = 1; nsrcs <= 5; ++nsrcs)
         for (const int64_t count : kCounts) {
@@ -263,7 +265,8 @@ TEST_P(EveryType, DotsAndCombineLikeAPlainLoop) {
         for (size_t i = 0; i < a.size(); ++i) {
           a[i] = number<T>(random);
           b[i] = number<T>(random);
-          const double x = static_cast<double>(O::widen(a[i])), y = static_cast<double>(O::widen(b[i]));
+          const double x = static_cast<double>(O::widen(a[i])),
+                       y = static_cast<double>(O::widen(b[i]));
           sums.ab += x * y;
           sums.aa += x * x;
           sums.bb += y * y;

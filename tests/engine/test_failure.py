@@ -1,0 +1,511 @@
+"""Ranks that die, stop, leave early or were set up differently: a clear error, and never a hang.
+
+Each test starts a program of its own under mpirun. Times are only guards against hangs.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+HEADER = """
+import faulthandler, os, signal, sys, threading, time
+import numpy as np
+import bagua
+
+faulthandler.dump_traceback_later(50)
+
+def say(*words):
+    print(*words, flush=True)
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def one():
+    return np.ones(4, np.float32)
+
+def expect_error(work):
+    try:
+        work()
+    except bagua.BaguaError as error:
+        say(type(error).__name__, error)
+    else:
+        say("no error")
+"""
+START = """
+bagua.init(comm=None)
+me = bagua.rank()
+say("pid", os.getpid())
+"""
+
+
+def pid_of(result, rank: int) -> str:
+    return re.search(r"pid (\d+)", result.stdout[rank])[1]
+
+
+@pytest.fixture
+def run(run_ranks):
+    def run(n, body, *, start=START, **kwargs):
+        kwargs.setdefault("timeout_s", 60)
+        result = run_ranks(n, HEADER + start + body, **kwargs)
+        assert not result.timed_out, f"a rank hangs\n{result}"
+        return result
+
+    return run
+
+
+# ---- death -------------------------------------------------------------------------------------
+
+DEATHS = {
+    "before anything": """
+if me == 1:
+    die()
+time.sleep(0.3)
+work = lambda: bagua.allreduce(one(), name="x")
+""",
+    "while the others wait": """
+bagua.allreduce(one(), name="x")
+if me == 1:
+    time.sleep(0.5)
+    die()
+work = lambda: bagua.allreduce(one(), name="x")
+""",
+    "in the middle of 64 MB": """
+big = np.ones(16 << 20, np.float32)
+bagua.allreduce_(big, name="big")
+if me == 1:
+    threading.Timer(0.3, die).start()
+def work():
+    while True:
+        bagua.allreduce_(big, name="big")
+""",
+    "while all are idle": """
+bagua.allreduce(one(), name="x")
+if me == 1:
+    die()
+time.sleep(2)
+work = lambda: bagua.allreduce(one(), name="x")
+""",
+}
+
+
+@pytest.mark.parametrize("when", DEATHS)
+def test_killed_rank_is_named_on_every_other(run, when):
+    result = run(
+        3,
+        DEATHS[when]
+        + """
+expect_error(work)
+expect_error(lambda: bagua.allreduce(one(), name="later"))
+expect_error(bagua.barrier)
+say("survived")
+""",
+        fault_tolerant=True,
+    )
+    for rank in (0, 2):
+        errors = re.findall(r"^PeerError .*$", result.stdout[rank], re.M)
+        assert len(errors) == 3, result
+        for error in errors:
+            assert "rank 1 (host" in error, result
+            assert f"pid {pid_of(result, 1)}" in error, result
+        assert "survived" in result.stdout[rank], result
+    assert "survived" not in result.stdout[1]
+
+
+def test_death_of_rank_zero(run):
+    result = run(
+        3,
+        """
+if me == 0:
+    die()
+expect_error(lambda: bagua.allreduce(one()))
+""",
+        fault_tolerant=True,
+    )
+    for rank in (1, 2):
+        assert "PeerError rank 0 (host" in result.stdout[rank], result
+
+
+def test_every_open_handle_gets_the_error(run):
+    result = run(
+        2,
+        """
+if me == 1:
+    time.sleep(0.3)
+    die()
+handles = [bagua.allreduce_async(one(), name=f"t{i}") for i in range(20)]
+handles.append(bagua.allgather_async(one()))
+for handle in handles:
+    expect_error(lambda: bagua.synchronize(handle))
+""",
+        fault_tolerant=True,
+    )
+    assert result.stdout[0].count("PeerError rank 1 (host") == 21, result
+
+
+def test_without_fault_tolerance_the_job_ends_too(run):
+    result = run(2, "\nif me == 1:\n    die()\nbagua.allreduce(one())\n")
+    assert result.exit_code != 0
+
+
+# ---- silence -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("busy", [False, True])
+def test_stopped_rank_is_named_on_every_other(run, stopped, busy):
+    work = "while True: bagua.allreduce_(big, name='big')" if busy else "bagua.allreduce(one())"
+    result = run(
+        3,
+        f"""
+big = np.ones(4 << 20, np.float32)
+bagua.allreduce_(big, name="big")
+def stop():
+    say("stops", time.time())
+    os.kill(os.getpid(), signal.SIGSTOP)
+if me == {stopped}:
+    threading.Timer(0.2, stop).start()
+    {"pass" if busy else "time.sleep(1000)"}
+def work():
+    {work}
+expect_error(work)
+say("noticed", time.time())
+os._exit(0)
+""",
+        timeout_s=40,
+    )
+    stopped_at = float(re.search(r"stops (\S+)", result.stdout[stopped])[1])
+    for rank in {0, 1, 2} - {stopped}:
+        assert f"PeerError rank {stopped} (host" in result.stdout[rank], result
+        assert "has not answered" in result.stdout[rank], result
+        noticed_at = float(re.search(r"noticed (\S+)", result.stdout[rank])[1])
+        assert noticed_at > stopped_at
+
+
+def test_slow_rank_is_no_stopped_one(run):
+    result = run(
+        2,
+        """
+bagua.allreduce(one())
+if me == 1:
+    end = time.time() + 4
+    while time.time() < end:  # computes, and holds the interpreter for most of the time
+        sum(range(1000000))
+say(bagua.allreduce(one(), op=bagua.Sum)[0])
+""",
+        env={"BAGUA_PEER_TIMEOUT_S": "1"},
+    )
+    for rank in (0, 1):
+        assert "2.0" in result.stdout[rank], result
+
+
+def test_call_that_one_rank_skips_fails_after_the_time_that_was_set(run):
+    result = run(
+        2,
+        """
+if me == 0:
+    expect_error(lambda: bagua.allreduce(one(), name="skipped"))
+say(bagua.allreduce(one(), name="next", op=bagua.Sum)[0])
+""",
+        env={"BAGUA_STALL_FAIL_S": "1"},
+    )
+    assert re.search(r"PeerError skipped: rank 1 not ready after 1 s", result.stdout[0]), result
+    for rank in (0, 1):
+        assert "2.0" in result.stdout[rank], result
+    assert result.exit_code == 0, result
+
+
+def test_call_that_one_rank_skips_is_warned_of(run):
+    result = run(
+        2,
+        """
+if me == 1:
+    time.sleep(3)
+bagua.allreduce(one(), name="late")
+""",
+        env={"BAGUA_STALL_WARN_S": "1"},
+    )
+    assert re.search(r"bagua\[0\] warning: .*\n  late: waiting \d+ s for rank 1", result.stderr[0])
+    assert result.exit_code == 0, result
+
+
+# ---- leaving -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("early", [0, 2])
+def test_rank_that_returns_early_is_named(run, early):
+    result = run(
+        3,
+        f"""
+bagua.allreduce(one(), name="x")
+if me == {early}:
+    sys.exit(0)
+expect_error(lambda: bagua.allreduce(one(), name="x"))
+expect_error(lambda: bagua.allreduce(one()))
+say("goes on")
+""",
+    )
+    for rank in {0, 1, 2} - {early}:
+        errors = re.findall(r"^PeerError .*$", result.stdout[rank], re.M)
+        assert len(errors) == 2, result
+        for error in errors:
+            assert re.search(rf"rank {early} .*shut down", error), result
+        assert "goes on" in result.stdout[rank]
+    assert result.exit_code == 0, result
+
+
+def test_exception_on_one_rank_ends_the_others(run):
+    result = run(
+        2,
+        """
+if me == 1:
+    raise RuntimeError("bad batch")
+bagua.allreduce(one())
+""",
+        fault_tolerant=True,
+    )
+    assert "RuntimeError: bad batch" in result.stderr[1]
+    assert "PeerError" in result.stderr[0], result
+    assert "rank 1" in result.stderr[0]
+    assert result.exit_code != 0
+
+
+def test_ctrl_c_in_the_middle_of_a_step(run):
+    result = run(
+        2,
+        """
+big = np.ones(1 << 20, np.float32)
+bagua.allreduce_(big, name="big")
+if me == 1:
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+def work():
+    while True:
+        bagua.allreduce_(big, name="big")
+try:
+    work()
+except bagua.PeerError as error:
+    say("PeerError", error)
+    os._exit(0)
+""",
+        fault_tolerant=True,
+    )
+    assert "KeyboardInterrupt" in result.stderr[1], result
+    assert re.search(r"PeerError .*rank 1", result.stdout[0]), result
+
+
+def test_ctrl_c_while_waiting_for_a_rank_that_never_comes(run):
+    result = run(
+        2,
+        """
+if me == 1:
+    time.sleep(2)
+    sys.exit(0)
+threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    bagua.allreduce(one())
+except KeyboardInterrupt:
+    say("interrupted")
+""",
+    )
+    assert "interrupted" in result.stdout[0], result
+
+
+@pytest.mark.parametrize("partner", ["submits too", "does not"])
+def test_shutdown_with_requests_in_flight(run, partner):
+    both = partner == "submits too"
+    result = run(
+        3,
+        f"""
+bagua.allreduce(one(), name="x")
+for round in range(10):
+    handle = None
+    if {both} or me == 1:
+        handle = bagua.allreduce_async(np.ones(100000, np.float32), name="x", op=bagua.Sum)
+    bagua.shutdown()
+    if handle is not None:
+        try:
+            assert (bagua.synchronize(handle) == 3).all()
+        except bagua.BaguaError as error:
+            say(type(error).__name__, error)
+    bagua.init()
+say("end")
+""",
+    )
+    for rank in range(3):
+        assert "end" in result.stdout[rank], result
+    if not both:
+        assert "in flight" in result.stdout[1]
+    assert result.exit_code == 0, result
+
+
+def test_one_rank_shuts_down_with_a_request_in_flight_that_the_others_wait_for(run):
+    result = run(
+        3,
+        """
+bagua.allreduce(one(), name="x")
+big = np.ones(1 << 20, np.float32)
+if me == 1:
+    handle = bagua.allreduce_async_(big, name="big", op=bagua.Sum)
+    bagua.shutdown()
+else:
+    expect_error(lambda: say(bagua.allreduce_(big, name="big", op=bagua.Sum)[0]))
+say("end")
+""",
+    )
+    for rank in range(3):
+        assert "end" in result.stdout[rank], result
+    for rank in (0, 2):
+        # The exchange may have been agreed on in time; else the error names who left.
+        assert "3.0" in result.stdout[rank] or "rank 1" in result.stdout[rank], result
+    assert result.exit_code == 0, result
+
+
+# ---- init --------------------------------------------------------------------------------------
+
+
+def test_init_again_on_the_same_and_on_a_smaller_communicator(run):
+    result = run(
+        3,
+        """
+from mpi4py import MPI
+def total():
+    return int(bagua.allreduce(one(), op=bagua.Sum)[0])
+for _ in range(3):
+    bagua.init()
+    bagua.init()  # a second call does nothing
+    say("world", bagua.size(), total())
+    bagua.shutdown()
+    bagua.shutdown()
+some = MPI.COMM_WORLD.Split(me != 1, me)
+if me != 1:
+    bagua.init(some)
+    say("some", bagua.rank(), bagua.size(), total())
+    bagua.shutdown()
+bagua.init([0, 1]) if me < 2 else None
+if me < 2:
+    say("pair", bagua.rank(), bagua.size(), total())
+    bagua.shutdown()
+bagua.init()
+say("again", bagua.size(), total())
+""",
+        start="from mpi4py import MPI\nme = MPI.COMM_WORLD.rank\n",
+    )
+    for rank in range(3):
+        assert result.stdout[rank].count("world 3 3") == 3, result
+        assert "again 3 3" in result.stdout[rank], result
+    assert "some 0 2 2" in result.stdout[0]
+    assert "some 1 2 2" in result.stdout[2]
+    for rank in (0, 1):
+        assert f"pair {rank} 2 2" in result.stdout[rank], result
+    assert result.exit_code == 0, result
+
+
+def test_survivors_go_on_without_the_dead_rank(run):
+    result = run(
+        3,
+        """
+if me == 1:
+    die()
+expect_error(lambda: bagua.allreduce(one()))
+bagua.shutdown()
+survivors = [0, 2]
+bagua.init(survivors)
+say("total", int(bagua.allreduce(one(), op=bagua.Sum)[0]), "of", bagua.size())
+bagua.shutdown()
+os._exit(0)
+""",
+        fault_tolerant=True,
+    )
+    for rank in (0, 2):
+        assert "PeerError rank 1 (host" in result.stdout[rank], result
+        assert "total 2 of 2" in result.stdout[rank], result
+
+
+def test_rank_that_fails_before_init(run):
+    result = run(
+        2,
+        """
+expect_error(bagua.init)
+os._exit(0)
+""",
+        start="""
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1:
+    time.sleep(4)
+    os._exit(0)
+""",
+        env={"BAGUA_START_TIMEOUT_S": "1"},
+    )
+    assert "PeerError not all of 2 ranks called init within 1 s" in result.stdout[0], result
+    assert "start_timeout_s" in result.stdout[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [("fusion_mb", ("1", "2")), ("allreduce", ("ring", "auto")), ("bucket_mb", ("5", "25"))],
+)
+def test_settings_that_differ_are_named_with_both_values(run, field, values):
+    result = run(
+        3,
+        "\nexpect_error(bagua.init)\nsay('end')\n",
+        start=f"""
+from mpi4py import MPI
+values = {values!r}
+os.environ["BAGUA_{field.upper()}"] = values[MPI.COMM_WORLD.rank == 1]
+""",
+    )
+    for rank in range(3):
+        error = re.search(r"^UsageError .*$", result.stdout[rank], re.M)
+        assert error, result
+        assert field in error[0]
+        for value in values:
+            assert value in error[0]
+        assert "rank 1" in error[0]
+        assert "end" in result.stdout[rank]
+
+
+def test_settings_may_differ_where_they_are_a_ranks_own(run):
+    result = run(
+        2,
+        "\nbagua.init()\nsay(bagua.allreduce(one(), op=bagua.Sum)[0])\n",
+        start="""
+from mpi4py import MPI
+os.environ["BAGUA_INLINE_DRIVE"] = str(MPI.COMM_WORLD.rank)
+os.environ["BAGUA_SPIN_US"] = str(MPI.COMM_WORLD.rank)
+""",
+    )
+    for rank in (0, 1):
+        assert "2.0" in result.stdout[rank], result
+
+
+def test_unknown_variable_is_refused_with_the_nearest_name(run):
+    result = run(2, "\nexpect_error(bagua.init)\n", start="", env={"BAGUA_FUSION_MBS": "1"})
+    for rank in (0, 1):
+        assert "UsageError unknown variable BAGUA_FUSION_MBS" in result.stdout[rank], result
+        assert "did you mean 'BAGUA_FUSION_MB'?" in result.stdout[rank]
+
+
+def test_nothing_works_before_init_or_after_shutdown(run):
+    calls = (
+        "bagua.rank, bagua.size, bagua.local_rank, bagua.barrier, bagua.join, "
+        "lambda: bagua.allreduce(one()), lambda: bagua.allgather(one()), "
+        "lambda: bagua.broadcast(one(), 0), lambda: bagua.alltoall(one()), "
+        "lambda: bagua.reducescatter(one()), lambda: bagua.add_process_set([0])"
+    )
+    result = run(
+        1,
+        f"""
+calls = [{calls}]
+for call in calls:
+    expect_error(call)
+bagua.init()
+bagua.shutdown()
+for call in calls:
+    expect_error(call)
+""",
+        start="",
+    )
+    assert result.stdout[0].count("UsageError") == 22, result
+    assert "no error" not in result.stdout[0]
+    assert result.exit_code == 0, result
