@@ -61,7 +61,7 @@ sanitize: $(STAMP)/tools googletest ## the C++ tests under AddressSanitizer+UBSa
 
 bench: dev ## measure against the peers that are importable
 	@$(PIP) -e '.[bench]' --no-build-isolation
-	for program in benchmarks/*.py; do $(BIN)/python $$program; done
+	$(BIN)/python -m benchmarks
 
 clean: ## remove what was built, but not the environment
 	rm -rf build dist *.egg-info bagua/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -276,6 +276,8 @@ PYBIND11_MODULE(_core, m) {
   py::register_exception_translator(translate);
   if (PyModule_AddFunctions(m.ptr(), raw_methods) != 0) throw py::error_already_set();
   m.def("refuse", refuse);
+  // In a forked child the engine's thread does not exist: nobody may ever wait for it.
+  m.def("abandon", [](std::shared_ptr<Engine> engine) { new std::shared_ptr<Engine>(engine); });
   m.def("build_info", build_info);
   m.def("mpi_loaded", mpi_loaded);
   m.def("mpi_compiled", mpi_compiled);

@@ -303,6 +303,16 @@ def _install_exit_hooks() -> None:
 
     sys.excepthook = note_uncaught
     atexit.register(_leave)
+    os.register_at_fork(after_in_child=_abandon)
+
+
+def _abandon() -> None:
+    """A forked child has no part in the world: it shares the sockets, but not the thread."""
+    global _world
+    if _world is not None:
+        core.abandon(_world.engine)
+        _world = None
+    atexit.unregister(_leave)
 
 
 def _leave() -> None:
@@ -311,7 +321,11 @@ def _leave() -> None:
     MPI_Finalize waits for every rank. After a failure, or when this rank ends by an exception and
     the others do not know yet, that could be for ever, so it is skipped.
     """
-    shutdown()
+    if _uncaught and _world is not None:
+        _world.engine.stop()  # others learn that we leave; but wait for nobody
+        _world.engine.wait_stopped(0.5)
+    else:
+        shutdown()
     if _failure_at_stop is None and not _uncaught:
         return
     if not _uncaught:

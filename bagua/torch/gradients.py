@@ -13,11 +13,13 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Optional, Union
 
+import numpy as np
 import torch
 
 from bagua.algorithms import Algorithm, find
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp, Urgency
+from bagua.common import numpy_ops
 from bagua.common.objects import allgather_object, broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
@@ -51,8 +53,12 @@ class Gradients:
         self._names = _checked_names(optimizer, named_parameters)
         self._process_set = process_set
         self._sparse_as_dense = sparse_as_dense
+        # Ranks outside a process set have not made its optimizers: one rank does the counting.
+        number = broadcast_object(
+            next(_optimizer_numbers), process_set.ranks[0], process_set=process_set
+        )
         self._plan = Plan(
-            f"optimizer.{next(_optimizer_numbers)}",
+            f"optimizer.{number}",
             find(algorithm),
             op,
             scales,
@@ -204,6 +210,7 @@ class Gradients:
             self._hooks[slot.param] = slot.param.register_post_accumulate_grad_hook(
                 self._hook(slot)
             )
+        self._check_agreement([known, added])
         self._rebuild([known, added])
         self._unshared = self._unshared or any(s.param.grad is not None for s in added)
 
@@ -212,7 +219,6 @@ class Gradients:
 
     def _rebuild(self, runs: Sequence[Sequence[Slot]]) -> None:
         old = {slot: slot.view for bucket in self._buckets for slot in bucket.slots}
-        self._check_agreement(runs)
         for slot in old:
             slot.bucket = None
         runs = [[slot for slot in run if not self._loose.has(slot.param)] for run in runs]
@@ -240,18 +246,21 @@ class Gradients:
             if text is not None:
                 raise UsageError(f"parameters differ between rank {me} and rank {rank}: {text}")
 
+    # The next two agree by sums, which also a rank that has joined takes part in.
+
     def _learn_order(self) -> None:
         """Lays the buckets out anew in the order in which the first rank's gradients came."""
-        order = list(dict.fromkeys(self._order or []))
-        self._order = None
-        names = broadcast_object(
-            [slot.name for slot in order], self._process_set.ranks[0], process_set=self._process_set
-        )
-        slots = {slot.name: slot for slot in self._slots.values()}
-        learned = [slots.pop(name) for name in names if name in slots]
+        order, self._order = self._order or [], None
+        slots = list(self._slots.values())
+        places = np.zeros(len(slots), np.int64)
+        if self._process_set.rank() == 0:
+            place = {slot: number for number, slot in enumerate(dict.fromkeys(order), 1)}
+            places[:] = [place.get(slot, len(slots) + 1) for slot in slots]
+        places = self._agreed("order", places, ReduceOp.Sum)
+        learned = [slots[i] for i in np.argsort(places, kind="stable")]
         current = [slot for bucket in self._buckets for slot in bucket.slots]
-        if self._rebuild_due or learned + list(slots.values()) != current:
-            self._rebuild([learned + list(slots.values())])
+        if self._rebuild_due or (places.any() and learned != current):
+            self._rebuild([learned])
 
     def _find_sparse(self) -> None:
         """In the first exchange the ranks agree which parameters have sparse gradients."""
@@ -259,25 +268,23 @@ class Gradients:
             for param in self._slots:
                 if param.grad is not None and param.grad.is_sparse:
                     param.grad = param.grad.to_dense()
-        sparse = [
-            slot
-            for slot in self._slots.values()
-            if slot.param.grad is not None and slot.param.grad.is_sparse
-        ]
-        if self._agreed_on_sparse:
-            for slot in sparse:
-                if not self._loose.has(slot.param):
-                    raise UsageError(
-                        f"{slot.name} got a sparse gradient after dense ones; use sparse_as_dense"
-                    )
-            return
-        self._agreed_on_sparse = True
-        names = [slot.name for slot in sparse]
-        agreed = set().union(*allgather_object(names, process_set=self._process_set))
-        for slot in self._slots.values():
-            if slot.name in agreed:
+        slots = list(self._slots.values())
+        sparse = [slot.param.grad is not None and slot.param.grad.is_sparse for slot in slots]
+        if not self._agreed_on_sparse:
+            self._agreed_on_sparse = True
+            agreed = self._agreed("sparse", np.array(sparse, np.uint8), ReduceOp.Max)
+            for slot in itertools.compress(slots, agreed):
                 self._loose.add(slot)
-        self._rebuild_due = bool(agreed)
+            self._rebuild_due = bool(agreed.any())
+        for slot in itertools.compress(slots, sparse):
+            if not self._loose.has(slot.param):
+                raise UsageError(
+                    f"{slot.name} got a sparse gradient after dense ones; use sparse_as_dense"
+                )
+
+    def _agreed(self, what: str, values: Any, op: ReduceOp) -> Any:
+        name = f"{self._plan.prefix}.{what}"
+        return numpy_ops.allreduce(values, name=name, op=op, process_set=self._process_set)
 
 
 class _Grouping:

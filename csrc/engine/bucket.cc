@@ -16,10 +16,10 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
       name_(std::move(name)),
       dtype_(dtype),
       set_(set),
-      priority_(priority),
       description_(std::move(exchange)),
       is_ready_(slot_counts.size()),
       left_(slot_counts.size()) {
+  description_.priority = priority;
   const int64_t line = kLineNbytes / static_cast<int64_t>(dtype_nbytes(dtype));
   for (const int64_t count : slot_counts) {
     begins_.push_back(count_);
@@ -61,7 +61,6 @@ HandlePtr Bucket::launch(Engine::Urgency urgency) {
   auto request = std::make_shared<Request>();
   request->name = name_;
   request->set = set_;
-  request->priority = priority_;
   request->description = description_;
   request->parts = parts_;
   request->keepalive = arena_;

@@ -40,7 +40,6 @@ class Bucket {
   const std::string name_;
   const DType dtype_;
   const int32_t set_;
-  const int32_t priority_;
   std::vector<int64_t> begins_;
   int64_t count_ = 0;  // elements, padding included
   std::shared_ptr<char> arena_;

@@ -407,7 +407,7 @@ void Engine::run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed,
                           std::to_string(rank_) + " has not asked for");
     if (!request) request = stand_in(set, entry);
     requests.push_back(request);
-    candidates.push_back({&entry.description, entry.nbytes, request->priority});
+    candidates.push_back({&entry.description, entry.nbytes});
   }
   exchanging_ = requests;
   for (const auto& group : schedule(candidates, config_.fusion_nbytes)) {

@@ -252,7 +252,7 @@ void Ledger::resolve(int32_t set, const Key& key, Pending& pending) {
       refusals += (refusals.empty() ? "" : "; ") + ("rank " + std::to_string(s.ranks[m])) + ": " +
                   pending.arrivals[m]->refusal;
   std::string problem = refusals;
-  if (problem.empty() && pending.descriptions.size() > 1) problem = mismatch(s, key, pending);
+  if (problem.empty() && pending.descriptions.size() > 1) problem = mismatch(s, pending);
   if (problem.empty()) problem = objection(set, Description::decode(pending.descriptions[0]));
   if (problem.empty()) return agree(set, key, pending.descriptions[0]);
   const std::string label = pending.descriptions.empty()
@@ -263,16 +263,17 @@ void Ledger::resolve(int32_t set, const Key& key, Pending& pending) {
        s.arrived(pending)});
 }
 
-std::string Ledger::mismatch(const Set& s, const Key& key, const Pending& pending) const {
-  (void)key;
+std::string Ledger::mismatch(const Set& s, const Pending& pending) const {
   std::vector<int> holders[2];
   for (size_t m = 0; m < s.ranks.size(); ++m)
     if (pending.arrivals[m] && pending.arrivals[m]->description < 2)
       holders[pending.arrivals[m]->description].push_back(s.ranks[m]);
-  const Difference d = first_difference(Description::decode(pending.descriptions[0]),
-                                        Description::decode(pending.descriptions[1]));
-  return "ranks disagree on " + d.what + ": " + d.here + " on " + list_text(holders[0]) +
-         ", " + d.there + " on " + list_text(holders[1]) +
+  const int first = holders[0] < holders[1] ? 0 : 1;
+  const Difference d =
+      first_difference(Description::decode(pending.descriptions[static_cast<size_t>(first)]),
+                       Description::decode(pending.descriptions[static_cast<size_t>(1 - first)]));
+  return "ranks disagree on " + d.what + ": " + d.here + " on " + list_text(holders[first]) +
+         ", " + d.there + " on " + list_text(holders[1 - first]) +
          "; every rank must make the same call in the same order";
 }
 
@@ -353,8 +354,15 @@ void Ledger::join(int32_t set, int member) {
   s.last_joined = s.ranks[static_cast<size_t>(member)];
   ++s.joined_count;
   settle_all(set);
-  const auto present = static_cast<int>(std::count(s.left.begin(), s.left.end(), false));
-  if (s.joined_count < present) return;
+  settle_join(set);
+}
+
+// A join is over when every member has joined, or left and will not.
+void Ledger::settle_join(int32_t set) {
+  Set& s = sets_[set];
+  if (s.joined_count == 0) return;
+  for (size_t m = 0; m < s.ranks.size(); ++m)
+    if (!s.joined[m] && !s.left[m]) return;
   decision(set).last_joined = s.last_joined;
   s.joined.assign(s.joined.size(), false);
   s.joined_count = 0;
@@ -369,6 +377,7 @@ void Ledger::leave(int rank) {
     if (member < 0 || s.removed) continue;
     s.left[static_cast<size_t>(member)] = true;
     settle_all(id);
+    settle_join(id);
   }
 }
 

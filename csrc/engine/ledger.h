@@ -95,8 +95,9 @@ class Ledger {
   void resolve(int32_t set, const Key& key, Pending& pending);
   void agree(int32_t set, const Key& key, const std::string& bytes);
   std::string objection(int32_t set, const Description& description) const;
-  std::string mismatch(const Set& s, const Key& key, const Pending& pending) const;
+  std::string mismatch(const Set& s, const Pending& pending) const;
   void join(int32_t set, int member);
+  void settle_join(int32_t set);
   void apply(int32_t set, const Description& description);
 
   std::map<int32_t, Set> sets_;

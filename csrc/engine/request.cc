@@ -41,7 +41,8 @@ void Description::add_tensor(DType dtype, const std::vector<int64_t>& shape) {
 
 bool Description::operator==(const Description& other) const {
   return kind == other.kind && op == other.op && root == other.root &&
-         prescale == other.prescale && postscale == other.postscale && layout == other.layout;
+         prescale == other.prescale && postscale == other.postscale && priority == other.priority &&
+         layout == other.layout;
 }
 
 std::string Description::encode() const {
@@ -51,6 +52,7 @@ std::string Description::encode() const {
   w.put(root);
   w.put(prescale);
   w.put(postscale);
+  w.put(priority);
   w.put_vector(layout);
   return w.take();
 }
@@ -63,6 +65,7 @@ Description Description::decode(std::string_view bytes) {
   d.root = r.get<int32_t>();
   d.prescale = r.get<double>();
   d.postscale = r.get<double>();
+  d.priority = r.get<int32_t>();
   d.layout = r.get_vector<int64_t>();
   return d;
 }
@@ -80,6 +83,8 @@ Difference first_difference(const Description& here, const Description& there) {
     return {"prescale_factor", number_text(here.prescale), number_text(there.prescale)};
   if (here.postscale != there.postscale)
     return {"postscale_factor", number_text(here.postscale), number_text(there.postscale)};
+  if (here.priority != there.priority)
+    return {"priority", std::to_string(here.priority), std::to_string(there.priority)};
   return tensor_difference(here, there);
 }
 

@@ -23,6 +23,7 @@ struct Description {
   int32_t root = -1;  // rank of the world; the set's id for remove_process_set
   double prescale = 1;
   double postscale = 1;
+  int32_t priority = 0;  // higher goes first among requests agreed together
   // Per tensor: element type, number of dimensions, dimensions. For add_process_set: the ranks.
   std::vector<int64_t> layout;
 
@@ -99,7 +100,6 @@ struct Request {
   std::string name;   // empty: matched by the order of unnamed requests, see seq
   uint64_t seq = 0;   // position among the unnamed requests of the process set, from 1
   int32_t set = 0;
-  int32_t priority = 0;  // higher goes first among requests agreed together
   Description description;
   std::vector<Part> parts;
   std::vector<int64_t> rows;    // first dimension of each tensor on this rank

@@ -21,7 +21,7 @@ std::vector<std::vector<int>> schedule(const std::vector<Candidate>& candidates,
   std::vector<int> order(candidates.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
-    return candidates[a].priority > candidates[b].priority;
+    return candidates[a].description->priority > candidates[b].description->priority;
   });
 
   struct Open {

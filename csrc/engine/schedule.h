@@ -13,7 +13,6 @@ namespace bagua {
 struct Candidate {
   const Description* description;
   int64_t nbytes;
-  int32_t priority;
 };
 
 // Indices of candidates, in groups that are exchanged one after the other. Higher priority goes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 KINDS = ["allreduce", "allreduce_", "grouped", "allgather", "broadcast", "alltoall", "scatter"]
@@ -133,9 +133,10 @@ class Rank:
         members = process_set.ranks
         mine = operation.tensors(self.me)
         common = {"name": name, "process_set": process_set}
-        op = {"op": getattr(bagua, operation.reduction)}
-        if kind in ("allreduce", "allreduce_", "grouped"):
-            op["prescale_factor"] = operation.scale
+        op = {
+            "op": getattr(bagua, operation.reduction),
+            "prescale_factor": operation.scale,
+        }
         if kind == "allreduce":
             handle = bagua.allreduce_async(mine[0], **op, **common)
         elif kind == "allreduce_":
@@ -219,7 +220,7 @@ def test_random_programs(bagua, sets, ranks):
     rank = Rank(bagua, sets)
     counter = itertools.count()
 
-    @settings(max_examples=60)
+    @settings(max_examples=60, phases=[Phase.generate, Phase.shrink])
     @given(programs)
     def run(program):
         shuffle = random.Random(next(counter) * 100 + bagua.rank())

@@ -130,6 +130,11 @@ class RankTracebacks(TerminalRepr):
                 tw.line(str(longrepr))
 
 
+def as_skipped(longrepr: object) -> object:
+    """A skip's (path, line, reason), which has become a list on its way here."""
+    return tuple(longrepr) if isinstance(longrepr, list) else longrepr
+
+
 def merged(item: pytest.Item, n: int, result: ItemResult) -> list[pytest.TestReport]:
     """One report per phase: failed if any rank failed, skipped if all were, else passed."""
     phases = []
@@ -153,7 +158,7 @@ def merged(item: pytest.Item, n: int, result: ItemResult) -> list[pytest.TestRep
                 location=item.location,
                 keywords=dict.fromkeys(item.keywords, 1),
                 outcome="failed" if failures else like.outcome,  # type: ignore[union-attr]
-                longrepr=RankTracebacks(failures) if failures else like.longrepr,  # type: ignore
+                longrepr=RankTracebacks(failures) if failures else as_skipped(like.longrepr),  # type: ignore
                 when=when,  # type: ignore[arg-type]
                 sections=[
                     (f"rank {rank}: {title}", text)

@@ -772,3 +772,30 @@ def test_gradients_put_there_by_hand_are_exchanged_at_step(everyone, hvd):
     model.weight.grad = torch.full((1, 2), float(everyone.me))
     optimizer.step()
     assert model.weight.tolist() == [[-(everyone.size - 1) / 2] * 2]
+
+
+@pytest.mark.parametrize("never", [False, True])
+def test_a_rank_that_joins_early(everyone, hvd, never):
+    """It contributes zeros, also where buckets are many, and also if it never had a batch."""
+    model, oracle = mlp(), mlp()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer._gradients._plan.bucket_nbytes = 100
+    optimizer._gradients._rebuild([list(optimizer._gradients._slots.values())])
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    last = everyone.size - 1
+    batches_of_last = 0 if never else 2
+    for step, (inputs, targets) in enumerate(batches(everyone, 4)):
+        late = step >= batches_of_last and everyone.size > 1
+        if everyone.me != last or not late:
+            optimizer.zero_grad()
+            loss_of(model, mine(everyone, inputs), mine(everyone, targets)).backward()
+            optimizer.step()
+        busy = everyone.size - 1 if late else everyone.size
+        reference.zero_grad()
+        loss = loss_of(oracle, inputs[: busy * BATCH], targets[: busy * BATCH])
+        (loss * busy / everyone.size).backward()
+        reference.step()
+    assert hvd.join() in everyone.ranks
+    if everyone.me != last or everyone.size == 1:
+        assert_close(model, oracle)
+    hvd.barrier()
