@@ -1,8 +1,8 @@
 """`python -m benchmarks`: starts the ranks, prints the table, writes the JSON file.
 
-    python -m benchmarks                     every case, 2 ranks
-    python -m benchmarks latency training    these cases
-    python -m benchmarks --quick             a few rounds, to see that it runs
+python -m benchmarks                     every case, 2 ranks
+python -m benchmarks latency training    these cases
+python -m benchmarks --quick             a few rounds, to see that it runs
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from pathlib import Path
 from benchmarks import one_node
 
 
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
-    parser.add_argument("cases", nargs="*", default=list(one_node.CASES), metavar="case",
-                        help=", ".join(one_node.CASES))
+    parser.add_argument(
+        "cases",
+        nargs="*",
+        default=list(one_node.CASES),
+        metavar="case",
+        help=", ".join(one_node.CASES),
+    )
     parser.add_argument("-np", type=int, default=2, help="ranks (default: 2)")
     parser.add_argument("--quick", action="store_true", help="a few rounds of everything")
     parser.add_argument("--output", type=Path, default=Path("build/bench/one_node.json"))
@@ -30,16 +34,32 @@ def main() -> int:
     options = parser.parse_args()
     unknown = set(options.cases) - set(one_node.CASES)
     if unknown:
-        parser.error(f"unknown case {', '.join(sorted(unknown))}; known: {', '.join(one_node.CASES)}")
+        parser.error(
+            f"unknown case {', '.join(sorted(unknown))}; known: {', '.join(one_node.CASES)}"
+        )
     return as_rank(options) if options.as_rank else launch(options)
 
 
 def launch(options: argparse.Namespace) -> int:
     """Runs this module again, on every rank."""
     quick = ["--quick"] if options.quick else []
-    command = [sys.executable, "-m", "bagua.launch", "-np", str(options.np), sys.executable, "-m",
-               "benchmarks", *options.cases, *quick, "--as-rank", "-np", str(options.np),
-               "--output", str(options.output)]
+    command = [
+        sys.executable,
+        "-m",
+        "bagua.launch",
+        "-np",
+        str(options.np),
+        sys.executable,
+        "-m",
+        "benchmarks",
+        *options.cases,
+        *quick,
+        "--as-rank",
+        "-np",
+        str(options.np),
+        "--output",
+        str(options.output),
+    ]
     return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
 
 
@@ -50,8 +70,12 @@ def as_rank(options: argparse.Namespace) -> int:
     if bagua.torch.rank() == 0:
         print(table(results))
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        about = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-                 "ranks": options.np, "python": platform.python_version()}
+        about = {
+            "machine": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "ranks": options.np,
+            "python": platform.python_version(),
+        }
         options.output.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
         print(f"written: {options.output}")
     return 0
@@ -67,8 +91,10 @@ def table(results: dict[str, one_node.Case]) -> str:
             median = figures["median_s"]
             adds = added = ""
             if name == "idle":
-                lines.append(f"{name:<11}{system:<9}{median:>11.3%} of a core, "
-                             f"{figures['messages']:.0f} messages")
+                lines.append(
+                    f"{name:<11}{system:<9}{median:>11.3%} of a core, "
+                    f"{figures['messages']:.0f} messages"
+                )
                 continue
             if alone is not None and system != "alone":
                 adds = shown(median - alone)
@@ -76,8 +102,10 @@ def table(results: dict[str, one_node.Case]) -> str:
                 added = f"{median / ours:.2f} x bagua's"
                 if alone is not None and system != "alone" and ours > alone:
                     added = f"adds {(median - alone) / (ours - alone):.2f} x bagua's"
-            lines.append(f"{name:<11}{system:<9}{shown(median):>12}{shown(figures['min_s']):>12}"
-                         f"{adds:>12}  {added}")
+            lines.append(
+                f"{name:<11}{system:<9}{shown(median):>12}{shown(figures['min_s']):>12}"
+                f"{adds:>12}  {added}"
+            )
     return "\n".join(lines)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Optional
 
 Run = Callable[[], None]
 
@@ -15,7 +14,7 @@ def interleaved(
     runs: Mapping[str, Run],
     rounds: int,
     meet: Run,
-    prepare: Optional[Mapping[str, Run]] = None,
+    prepare: Mapping[str, Run] | None = None,
     warmup: int = 3,
 ) -> dict[str, dict[str, float]]:
     """Median and minimum seconds of each run. Ranks meet before each; `prepare` is not timed."""

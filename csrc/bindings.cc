@@ -49,7 +49,8 @@ Graveyard& graveyard() {
 
 std::shared_ptr<void> keep(PyObject* object) {
   Py_INCREF(object);
-  return std::shared_ptr<void>(object, [](void* p) { graveyard().bury(static_cast<PyObject*>(p)); });
+  return std::shared_ptr<void>(object,
+                               [](void* p) { graveyard().bury(static_cast<PyObject*>(p)); });
 }
 
 struct PyHandle {
@@ -73,8 +74,7 @@ struct PyHandle {
   }
 
   py::object wait(const py::object& self) {
-    if (!engine)
-      throw UsageError("this handle has been waited for already; keep the first result");
+    if (!engine) throw UsageError("this handle has been waited for already; keep the first result");
     wait_done();
     engine.reset();
     handle->rethrow();
@@ -104,8 +104,7 @@ Config config_from(const py::dict& d) {
 }
 
 std::shared_ptr<Engine> start_engine(uintptr_t communicator, SocketListener* listener,
-                                     const std::string& address, int rank,
-                                     const py::dict& settings,
+                                     const std::string& address, int rank, const py::dict& settings,
                                      const std::vector<std::string>& names) {
   const Config config = config_from(settings);
   py::gil_scoped_release release;
@@ -181,8 +180,8 @@ PyHandle submit(PyObject* const* args) {
   request->keepalive = keep(args[11]);
   HandlePtr handle = request->handle;
   engine->submit(std::move(request), static_cast<Engine::Urgency>(as_int(args[10])));
-  return {std::move(engine), std::move(handle),
-          py::reinterpret_borrow<py::object>(args[12]), py::object()};
+  return {std::move(engine), std::move(handle), py::reinterpret_borrow<py::object>(args[12]),
+          py::object()};
 }
 
 py::object error_class(const char* name) {
@@ -286,14 +285,16 @@ PYBIND11_MODULE(_core, m) {
       .def(py::init<int, const std::string&>())
       .def_property_readonly("address", &SocketListener::address);
 
-  buffer_class<PyMemory>(m, "Memory", [](PyMemory& t) { return std::pair(t.data.get(), t.nbytes); });
+  buffer_class<PyMemory>(m, "Memory",
+                         [](PyMemory& t) { return std::pair(t.data.get(), t.nbytes); });
 
   py::class_<PyHandle>(m, "Handle")
-      .def("wait",
-           [](const py::object& self) { return py::cast<PyHandle&>(self).wait(self); },
-           "Blocks until the operation is done and returns its result; once.")
-      .def("poll", [](const PyHandle& h) { return h.handle->done(); },
-           "Whether the operation is done; never blocks.")
+      .def(
+          "wait", [](const py::object& self) { return py::cast<PyHandle&>(self).wait(self); },
+          "Blocks until the operation is done and returns its result; once.")
+      .def(
+          "poll", [](const PyHandle& h) { return h.handle->done(); },
+          "Whether the operation is done; never blocks.")
       .def("__call__",  // Horovod's users call the handle of a sparse allreduce
            [](const py::object& self) { return py::cast<PyHandle&>(self).wait(self); })
       .def_readwrite("finish", &PyHandle::finish)
@@ -316,7 +317,9 @@ PYBIND11_MODULE(_core, m) {
       .def("stop", &Engine::stop)
       .def("wait_stopped", &Engine::wait_stopped, py::call_guard<py::gil_scoped_release>())
       .def("failure",
-           [](Engine& e) { return e.failure() ? py::object(py::str(e.failure()->what)) : py::none(); })
+           [](Engine& e) {
+             return e.failure() ? py::object(py::str(e.failure()->what)) : py::none();
+           })
       .def("counters", [](const Engine& e) {
         py::dict d;
         d["sent_nbytes"] = e.sent_nbytes();

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeVar, Union
+from typing import ClassVar, Protocol, TypeVar
 
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
@@ -94,7 +94,7 @@ def names() -> list[str]:
     return sorted(_REGISTRY)
 
 
-def find(algorithm: Union[str, Algorithm]) -> Algorithm:
+def find(algorithm: str | Algorithm) -> Algorithm:
     """The algorithm of that name with its defaults, or the object itself."""
     if isinstance(algorithm, Algorithm):
         return algorithm

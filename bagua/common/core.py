@@ -27,11 +27,8 @@ def _load() -> Any:
         ) from error
     compiled = str(_core.mpi_compiled())
     if _family(compiled) != _family(loaded):
-        raise ImportError(
-            f"bagua was built against {compiled}, but mpi4py uses {loaded}: {remedy}"
-        )
+        raise ImportError(f"bagua was built against {compiled}, but mpi4py uses {loaded}: {remedy}")
     return _core
 
 
 core: Any = _load()
-

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Optional, Union
+from typing import Any, NoReturn
 
 from bagua.common.arrays import Arrays
 from bagua.common.core import core
@@ -18,7 +18,6 @@ from bagua.common.handle import Handle
 from bagua.common.kinds import Kind, ReduceOp, Urgency
 from bagua.common.process_set import ProcessSet, global_process_set
 from bagua.common.world import world
-
 
 _ALLREDUCE = int(Kind.ALLREDUCE)
 
@@ -34,9 +33,9 @@ class Operations:
     def allreduce_async(
         self,
         tensor: Any,
-        average: Optional[bool] = None,
-        name: Optional[str] = None,
-        op: Optional[ReduceOp] = None,
+        average: bool | None = None,
+        name: str | None = None,
+        op: ReduceOp | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
@@ -51,9 +50,9 @@ class Operations:
     def allreduce_async_(
         self,
         tensor: Any,
-        average: Optional[bool] = None,
-        name: Optional[str] = None,
-        op: Optional[ReduceOp] = None,
+        average: bool | None = None,
+        name: str | None = None,
+        op: ReduceOp | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
@@ -97,9 +96,9 @@ class Operations:
     def grouped_allreduce_async(
         self,
         tensors: Sequence[Any],
-        average: Optional[bool] = None,
-        name: Optional[str] = None,
-        op: Optional[ReduceOp] = None,
+        average: bool | None = None,
+        name: str | None = None,
+        op: ReduceOp | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
@@ -113,9 +112,9 @@ class Operations:
     def grouped_allreduce_async_(
         self,
         tensors: Sequence[Any],
-        average: Optional[bool] = None,
-        name: Optional[str] = None,
-        op: Optional[ReduceOp] = None,
+        average: bool | None = None,
+        name: str | None = None,
+        op: ReduceOp | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
@@ -141,7 +140,7 @@ class Operations:
     def allgather_async(
         self,
         tensor: Any,
-        name: Optional[str] = None,
+        name: str | None = None,
         process_set: ProcessSet = global_process_set,
         *,
         urgency: Urgency = Urgency.SOON,
@@ -156,7 +155,7 @@ class Operations:
     def grouped_allgather_async(
         self,
         tensors: Sequence[Any],
-        name: Optional[str] = None,
+        name: str | None = None,
         process_set: ProcessSet = global_process_set,
         *,
         urgency: Urgency = Urgency.SOON,
@@ -172,7 +171,7 @@ class Operations:
     def allgather_with_rows(
         self,
         tensors: Sequence[Any],
-        name: Optional[str] = None,
+        name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> tuple[list[Any], list[list[int]]]:
         """`grouped_allgather`, and for each array how many rows came from each rank."""
@@ -185,7 +184,7 @@ class Operations:
         self,
         tensor: Any,
         root_rank: int,
-        name: Optional[str] = None,
+        name: str | None = None,
         process_set: ProcessSet = global_process_set,
         *,
         urgency: Urgency = Urgency.SOON,
@@ -197,7 +196,7 @@ class Operations:
         self,
         tensor: Any,
         root_rank: int,
-        name: Optional[str] = None,
+        name: str | None = None,
         process_set: ProcessSet = global_process_set,
         *,
         urgency: Urgency = Urgency.SOON,
@@ -219,7 +218,7 @@ class Operations:
         self,
         tensors: Sequence[Any],
         root_rank: int,
-        name: Optional[str] = None,
+        name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> list[Any]:
         """`broadcast_` of several arrays, exchanged as one request."""
@@ -231,8 +230,8 @@ class Operations:
     def alltoall_async(
         self,
         tensor: Any,
-        splits: Optional[Any] = None,
-        name: Optional[str] = None,
+        splits: Any | None = None,
+        name: str | None = None,
         process_set: ProcessSet = global_process_set,
         *,
         urgency: Urgency = Urgency.SOON,
@@ -270,8 +269,8 @@ class Operations:
     def reducescatter_async(
         self,
         tensor: Any,
-        name: Optional[str] = None,
-        op: Optional[ReduceOp] = None,
+        name: str | None = None,
+        op: ReduceOp | None = None,
         process_set: ProcessSet = global_process_set,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
@@ -289,8 +288,8 @@ class Operations:
     def grouped_reducescatter_async(
         self,
         tensors: Sequence[Any],
-        name: Optional[str] = None,
-        op: Optional[ReduceOp] = None,
+        name: str | None = None,
+        op: ReduceOp | None = None,
         process_set: ProcessSet = global_process_set,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
@@ -312,7 +311,7 @@ class Operations:
         self,
         kind: Kind,
         pairs: Sequence[tuple[Any, Any]],
-        name: Optional[str],
+        name: str | None,
         process_set: ProcessSet,
         urgency: Urgency,
         op: ReduceOp = ReduceOp.Sum,
@@ -343,7 +342,7 @@ class Operations:
         )
 
     def _refuse(
-        self, kind: Kind, name: Optional[str], process_set: ProcessSet, problem: str
+        self, kind: Kind, name: str | None, process_set: ProcessSet, problem: str
     ) -> NoReturn:
         """Raises, here and on the ranks that make the same call."""
         core.refuse(world().engine, kind, name or "", process_set._id(), problem)
@@ -353,9 +352,9 @@ class Operations:
         self,
         kind: Kind,
         tensors: Sequence[Any],
-        name: Optional[str],
+        name: str | None,
         process_set: ProcessSet,
-        output: Optional[Callable[[Any, Any], Any]],
+        output: Callable[[Any, Any], Any] | None,
     ) -> list[tuple[Any, Any]]:
         """What to send of each tensor, and `output(tensor, source)`, where its result goes."""
         pairs = []
@@ -378,9 +377,9 @@ class Operations:
     def _reduce(
         self,
         tensors: Sequence[Any],
-        name: Optional[str],
-        average: Optional[bool],
-        op: Optional[ReduceOp],
+        name: str | None,
+        average: bool | None,
+        op: ReduceOp | None,
         scales: tuple[float, float],
         process_set: ProcessSet,
         urgency: Urgency,
@@ -389,9 +388,7 @@ class Operations:
         op = reduce_op(op, average)
         output = self._in_place if in_place else self._beside
         pairs = self._pairs(Kind.ALLREDUCE, tensors, name, process_set, output)
-        handle = self._submit(
-            Kind.ALLREDUCE, pairs, name, process_set, urgency, op, scales=scales
-        )
+        handle = self._submit(Kind.ALLREDUCE, pairs, name, process_set, urgency, op, scales=scales)
         handle.finish = self._writes_back(tensors, pairs, in_place)
         return handle
 
@@ -399,7 +396,7 @@ class Operations:
         self,
         tensors: Sequence[Any],
         root_rank: int,
-        name: Optional[str],
+        name: str | None,
         process_set: ProcessSet,
         urgency: Urgency,
         in_place: bool,
@@ -415,7 +412,7 @@ class Operations:
     def _gather(
         self,
         tensors: Sequence[Any],
-        name: Optional[str],
+        name: str | None,
         process_set: ProcessSet,
         urgency: Urgency,
     ) -> Handle:
@@ -429,8 +426,8 @@ class Operations:
     def _scatter(
         self,
         tensors: Sequence[Any],
-        name: Optional[str],
-        op: Optional[ReduceOp],
+        name: str | None,
+        op: ReduceOp | None,
         scales: tuple[float, float],
         process_set: ProcessSet,
         urgency: Urgency,
@@ -484,7 +481,7 @@ class Operations:
         return nbytes
 
 
-def reduce_op(op: Optional[Union[ReduceOp, int]], average: Optional[bool] = None) -> ReduceOp:
+def reduce_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceOp:
     """The reduction asked for, by `op` or by the older `average` keyword."""
     if average is not None:
         if op is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Optional
 
 from bagua.common.errors import UsageError
 
@@ -17,13 +16,13 @@ class ProcessSet:
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks: list[int] = sorted(int(rank) for rank in ranks)
-        self.process_set_id: Optional[int] = None
+        self.process_set_id: int | None = None
         self._my_rank: int = -1
         for low, high in zip(self.ranks, self.ranks[1:]):
             if low == high:
                 raise UsageError(f"process set {self.ranks} names rank {low} twice")
 
-    def _bind(self, process_set_id: Optional[int], world_rank: int) -> None:
+    def _bind(self, process_set_id: int | None, world_rank: int) -> None:
         self.process_set_id = process_set_id
         self._my_rank = self.ranks.index(world_rank) if world_rank in self.ranks else -1
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Any, Optional, Union
+from typing import Any, Union
 
 from mpi4py import MPI
 
@@ -44,7 +44,9 @@ class World:
         mine = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         self.local_rank = mine.index(self.rank)
         self.local_size = len(mine)
-        peers = [ranks[self.local_rank] for ranks in _by_host(hosts) if len(ranks) > self.local_rank]
+        peers = [
+            ranks[self.local_rank] for ranks in _by_host(hosts) if len(ranks) > self.local_rank
+        ]
         self.cross_rank = peers.index(self.rank)
         self.cross_size = len(peers)
         self.is_homogeneous = len({len(ranks) for ranks in _by_host(hosts)}) == 1
@@ -76,11 +78,25 @@ class World:
             names=names,
         )
 
-    def request(self, kind: Kind, name: str = "", numbers: Sequence[int] = (), **fields: int) -> Any:
+    def request(
+        self, kind: Kind, name: str = "", numbers: Sequence[int] = (), **fields: int
+    ) -> Any:
         """Submits a request that carries no tensors; returns its finished handle."""
         root, in_set = fields.get("root", -1), fields.get("set", 0)
         handle = core.submit(
-            self.engine, kind, name, [], 0, root, 1.0, 1.0, in_set, numbers, Urgency.WAITED, None, None
+            self.engine,
+            kind,
+            name,
+            [],
+            0,
+            root,
+            1.0,
+            1.0,
+            in_set,
+            numbers,
+            Urgency.WAITED,
+            None,
+            None,
         )
         handle.wait()
         return handle
@@ -97,15 +113,15 @@ class World:
             self._parent.Delete_attr(_PRIVATE_COPY)
 
 
-_world: Optional[World] = None
+_world: World | None = None
 _exit_hook_installed = False
-_failure_at_stop: Optional[str] = None
+_failure_at_stop: str | None = None
 _uncaught = False
 
 
 def init(
     comm: Communicator = None,
-    process_sets: Union[str, Iterable[ProcessSet], None] = None,
+    process_sets: str | Iterable[ProcessSet] | None = None,
     **settings: Any,
 ) -> None:
     """Starts the engine, once: a second call does nothing until `shutdown`.
@@ -188,7 +204,7 @@ def counters() -> dict[str, int]:
     return dict(world().engine.counters())
 
 
-def add_process_set(process_set: Union[ProcessSet, Sequence[int]]) -> ProcessSet:
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Makes a process set usable. Every rank of the world calls it, also those not in it."""
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)

@@ -7,7 +7,7 @@ shape and strides; after an exchange it is the parameter's gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ class Slot:
     def __init__(self, name: str, param: torch.Tensor) -> None:
         self.name = name
         self.param = param
-        self.bucket: Optional[Bucket] = None  # None: this gradient travels alone, see loose.py
+        self.bucket: Bucket | None = None  # None: this gradient travels alone, see loose.py
         self.index = -1
         self.view: torch.Tensor = torch.empty(0)
 
@@ -61,7 +61,7 @@ class Bucket:
             priority=-info.index,
         )
         self.ready = self.arena.ready
-        self.handle: Optional[Any] = None
+        self.handle: Any | None = None
         self.stale = False  # a gradient changed after the launch
         self._lay_out(dtype)
 
@@ -148,10 +148,10 @@ class Plan:
         self,
         prefix: str,
         algorithm: Algorithm,
-        op: Optional[ReduceOp],
+        op: ReduceOp | None,
         scales: tuple[float, float],
         process_set: ProcessSet,
-        wire_dtype: Optional[torch.dtype],
+        wire_dtype: torch.dtype | None,
         bucket_nbytes: int,
     ) -> None:
         self.prefix = prefix

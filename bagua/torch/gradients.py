@@ -11,15 +11,15 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Optional, Union
+from typing import Any
 
 import numpy as np
 import torch
 
 from bagua.algorithms import Algorithm, find
+from bagua.common import numpy_ops
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp, Urgency
-from bagua.common import numpy_ops
 from bagua.common.objects import allgather_object, broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
@@ -35,16 +35,16 @@ class Gradients:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named_parameters: Optional[Iterable[tuple[str, torch.Tensor]]],
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
         *,
         compression: Any,
-        op: Optional[ReduceOp],
+        op: ReduceOp | None,
         scales: tuple[float, float],
         num_groups: int,
-        groups: Optional[Sequence[Sequence[torch.Tensor]]],
+        groups: Sequence[Sequence[torch.Tensor]] | None,
         sparse_as_dense: bool,
         process_set: ProcessSet,
-        algorithm: Union[str, Algorithm],
+        algorithm: str | Algorithm,
     ) -> None:
         config = world().config
         self.passes_per_step = 1
@@ -71,7 +71,7 @@ class Gradients:
         self._hooks: dict[torch.Tensor, Any] = {}
         self._slots: dict[torch.Tensor, Slot] = {}
         self._buckets: list[Bucket] = []
-        self._order: Optional[list[Slot]] = [] if config.learn_bucket_order else None
+        self._order: list[Slot] | None = [] if config.learn_bucket_order else None
         self._step = 0
         self._passes = 0  # backward passes that only accumulated
         self._in_backward = False
@@ -226,9 +226,8 @@ class Gradients:
         self._buckets = self._plan.build(runs, self._step, cut=not self._grouping)
         for slot, view in old.items():
             if slot.param.grad is view and slot.param in self._slots:
-                if slot.view.dtype == view.dtype:
-                    slot.view.copy_(view)
-                    slot.param.grad = slot.view
+                slot.view.copy_(view)
+                slot.param.grad = slot.view
 
     def _check_agreement(self, runs: Sequence[Sequence[Slot]]) -> None:
         """Ranks whose models differ must hear so by name, before their numbers mix."""
@@ -290,9 +289,7 @@ class Gradients:
 class _Grouping:
     """The user's wish for which parameters are exchanged together; false if there is none."""
 
-    def __init__(
-        self, num_groups: int, groups: Optional[Sequence[Sequence[torch.Tensor]]]
-    ) -> None:
+    def __init__(self, num_groups: int, groups: Sequence[Sequence[torch.Tensor]] | None) -> None:
         self._num_groups = num_groups
         self._groups = groups
 
@@ -314,7 +311,7 @@ class _Grouping:
 
 def _checked_names(
     optimizer: torch.optim.Optimizer,
-    named_parameters: Optional[Iterable[tuple[str, torch.Tensor]]],
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
 ) -> dict[torch.Tensor, str]:
     """A name for every parameter of the optimizer, or an error that says which is wrong."""
     params = [p for group in optimizer.param_groups for p in group["params"]]

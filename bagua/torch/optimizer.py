@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Optional, Union
+from typing import Any
 
 import torch
 
@@ -42,16 +42,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named_parameters: Optional[NamedParameters] = None,
+        named_parameters: NamedParameters | None = None,
         compression: Any = Compression.none,
         backward_passes_per_step: int = 1,
-        op: Optional[ReduceOp] = None,
+        op: ReduceOp | None = None,
         gradient_predivide_factor: float = 1.0,
         num_groups: int = 0,
-        groups: Union[int, Sequence[Sequence[torch.Tensor]], None] = None,
+        groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
         sparse_as_dense: bool = False,
         process_set: ProcessSet = global_process_set,
-        algorithm: Union[str, Algorithm, None] = None,
+        algorithm: str | Algorithm | None = None,
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             raise UsageError("this optimizer is distributed already")
@@ -79,8 +79,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ---- training ------------------------------------------------------------------------------
 
-    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps the wrapped optimizer with gradients that all ranks share."""
+        loss: Any
         if closure is not None:
             loss = self.inner.step(self._synchronized(closure))
         else:

@@ -21,9 +21,7 @@ def sparse_allreduce_async(
         ops._refuse(Kind.ALLGATHER, name, process_set, f"op must be Average or Sum, not {op.name}")
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
         what = getattr(tensor, "layout", type(tensor).__name__)
-        ops._refuse(
-            Kind.ALLGATHER, name, process_set, f"a sparse COO tensor is needed, not {what}"
-        )
+        ops._refuse(Kind.ALLGATHER, name, process_set, f"a sparse COO tensor is needed, not {what}")
     tensor = tensor.detach()
     # The engine compares what is exchanged, so the dense shape goes along as a row of its own.
     shape = torch.tensor([[tensor.sparse_dim(), *tensor.shape]])
@@ -46,4 +44,4 @@ def sparse_allreduce_async(
         return torch.sparse_coo_tensor(indices.t(), values, tensor.shape)
 
     gathering.finish = finish
-    return gathering  # type: ignore[no-any-return]
+    return gathering

@@ -22,8 +22,8 @@ void scatter_reduce(Job& job) {
   char* mine = job.data + begins[group.me()] * item;
   const auto share = [&](int64_t at, int64_t count) {
     for (int d = 1; d < n; ++d)
-      shares.add(group.send(group.neighbor(d), mine + at * item,
-                            static_cast<size_t>(count * item)));
+      shares.add(
+          group.send(group.neighbor(d), mine + at * item, static_cast<size_t>(count * item)));
   };
   reduce_slices(job, {job.data, begins, counts, mine}, share);
 

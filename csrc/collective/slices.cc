@@ -25,8 +25,8 @@ class SegmentReceiver {
     const int64_t count = std::min(step_, slice_count_ - begin);
     for (int p = 0; p < peers_; ++p) {
       const int from = job_.group.neighbor(-(p + 1));
-      tickets_[index(segment, p)] = job_.group.recv(
-          from, memory_ + stride_ * index(segment, p), static_cast<size_t>(count) * job_.item());
+      tickets_[index(segment, p)] = job_.group.recv(from, memory_ + stride_ * index(segment, p),
+                                                    static_cast<size_t>(count) * job_.item());
     }
   }
 

@@ -24,7 +24,8 @@ bool ring_fits(const Job& job) {
          job.nbytes() / static_cast<size_t>(job.group.size()) >= (64 << 10);
 }
 bool gather_fits(const Job& job) {
-  return is_linear(job) && job.nbytes() * static_cast<size_t>(job.group.size() - 1) <= kGatherNbytes;
+  return is_linear(job) &&
+         job.nbytes() * static_cast<size_t>(job.group.size() - 1) <= kGatherNbytes;
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ struct Config {
   std::string allreduce = "auto";  // name of a row in the collective table, or "auto"
   int64_t fusion_nbytes = 16 << 20;
   double stall_warn_s = 60;
-  double stall_fail_s = 0;  // 0: never
+  double stall_fail_s = 0;    // 0: never
   double peer_timeout_s = 5;  // 0: never
   double start_timeout_s = 60;
   double spin_us = 50;

@@ -7,7 +7,20 @@
 
 namespace bagua {
 
-enum class DType : uint8_t { kBool, kU8, kI8, kI16, kI32, kI64, kF16, kBF16, kF32, kF64, kC64, kC128 };
+enum class DType : uint8_t {
+  kBool,
+  kU8,
+  kI8,
+  kI16,
+  kI32,
+  kI64,
+  kF16,
+  kBF16,
+  kF32,
+  kF64,
+  kC64,
+  kC128
+};
 constexpr int kDTypeCount = 12;
 
 enum class ReduceOp : uint8_t { kAverage, kSum, kAdasum, kMin, kMax, kProduct };
@@ -39,9 +52,9 @@ constexpr size_t dtype_nbytes(DType dtype) {
 }
 
 constexpr const char* dtype_name(DType dtype) {
-  constexpr const char* names[kDTypeCount] = {"bool",     "uint8",   "int8",    "int16",
-                                              "int32",    "int64",   "float16", "bfloat16",
-                                              "float32",  "float64", "complex64", "complex128"};
+  constexpr const char* names[kDTypeCount] = {"bool",    "uint8",   "int8",      "int16",
+                                              "int32",   "int64",   "float16",   "bfloat16",
+                                              "float32", "float64", "complex64", "complex128"};
   return names[static_cast<int>(dtype)];
 }
 
@@ -57,12 +70,8 @@ constexpr const char* kind_name(OpKind kind) {
   return names[static_cast<int>(kind)];
 }
 
-constexpr bool is_float(DType dtype) {
-  return dtype >= DType::kF16 && dtype <= DType::kF64;
-}
-constexpr bool is_complex(DType dtype) {
-  return dtype >= DType::kC64;
-}
+constexpr bool is_float(DType dtype) { return dtype >= DType::kF16 && dtype <= DType::kF64; }
+constexpr bool is_complex(DType dtype) { return dtype >= DType::kC64; }
 
 template <class T>
 struct Tag {

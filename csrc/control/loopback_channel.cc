@@ -43,9 +43,8 @@ class LoopbackChannel : public Channel {
   void doze(int timeout_us) override {
     std::unique_lock<std::mutex> lock(board_.mutex_);
     auto& end = board_.ends_[rank_];
-    sleep(lock, timeout_us, [&] {
-      return !end.hushed && (end.woken || (!end.frozen && !end.inbox.empty()));
-    });
+    sleep(lock, timeout_us,
+          [&] { return !end.hushed && (end.woken || (!end.frozen && !end.inbox.empty())); });
   }
 
   void hush(bool hushed) override {

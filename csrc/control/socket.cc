@@ -112,13 +112,13 @@ Socket connect_to(const Endpoint& endpoint, double deadline_s) {
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_NUMERICHOST;
   addrinfo* found = nullptr;
-  if (::getaddrinfo(endpoint.host.c_str(), std::to_string(endpoint.port).c_str(), &hints,
-                    &found) != 0)
+  if (::getaddrinfo(endpoint.host.c_str(), std::to_string(endpoint.port).c_str(), &hints, &found) !=
+      0)
     return Socket();
   Socket socket = prepared(::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const bool started =
-      socket.open() && (::connect(socket.fd(), found->ai_addr, found->ai_addrlen) == 0 ||
-                        errno == EINPROGRESS);
+      socket.open() &&
+      (::connect(socket.fd(), found->ai_addr, found->ai_addrlen) == 0 || errno == EINPROGRESS);
   ::freeaddrinfo(found);
   if (!started || !wait_for(socket.fd(), POLLOUT, deadline_s)) return Socket();
   int error = 0;

@@ -252,7 +252,8 @@ std::unique_ptr<Channel> connect_channel(const std::string& address, int rank, d
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
   throw PeerError("rank " + std::to_string(rank) + " could not connect to rank 0 at port" +
-                  address.substr(secret.size()) + " within " + std::to_string(static_cast<int>(timeout_s)) +
+                  address.substr(secret.size()) + " within " +
+                  std::to_string(static_cast<int>(timeout_s)) +
                   " s; check the network between the hosts or name an interface with "
                   "network_interfaces");
 }

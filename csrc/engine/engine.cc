@@ -104,8 +104,7 @@ HandlePtr Engine::submit(RequestPtr request, Urgency urgency) {
                        "' is already in flight; wait for its handle first or use another name");
     }
     first = submissions_.empty();
-    if (urgency == Urgency::kSoon)
-      nbytes = submitted_nbytes_ += nbytes_of(request->description);
+    if (urgency == Urgency::kSoon) nbytes = submitted_nbytes_ += nbytes_of(request->description);
     submissions_.push_back(request);
   }
   const bool refused = !request->refusal.empty();
@@ -125,7 +124,7 @@ bool Engine::wait(const Handle& handle, double timeout_s) {
   while (!handle.done()) {
     const double left_s = deadline_s - now_s();
     if (left_s <= 0) return false;
-    if (config_.inline_drive && !driven_) {
+    if (config_.inline_drive && !driven_ && !stopping_) {
       driven_ = true;
       lock.unlock();
       channel_->hush(true);
@@ -133,11 +132,13 @@ bool Engine::wait(const Handle& handle, double timeout_s) {
       drive(&handle, deadline_s);
       const bool more = anything_open();
       channel_->hush(false);
-      if (more) channel_->wake();  // the coordination thread takes over
       lock.lock();
       driven_ = false;
+      // The coordination thread takes over. What came last may have woken this thread instead.
+      if (more || stopping_ || !submissions_.empty()) channel_->wake();
       changed_.notify_all();
     } else {
+      if (!submissions_.empty()) channel_->wake();  // whoever drives may be asleep
       ++waiting_;
       changed_.wait_for(lock, std::chrono::duration<double>(std::min(left_s, 1.0)));
       --waiting_;
@@ -173,12 +174,14 @@ void Engine::coordinate() {
     caller_drives_ = false;
     drive(nullptr, 0);
     const bool through = stopping && try_stop();
-    const bool watchful =
-        anything_open() || stopping || (ledger_ && (ledger_->any_open() || liveness_.asked(now_s())));
+    const bool watchful = anything_open() || stopping ||
+                          (ledger_ && (ledger_->any_open() || liveness_.asked(now_s())));
     doze_us = watchful ? kTickUs : -1;
     lock.lock();
     driven_ = false;
     stopped_ = through;
+    // The wake-up of what came after the last look was perhaps read by that look.
+    if (!submissions_.empty() || stopping_ != stopping) doze_us = 0;
     changed_.notify_all();
     if (through) return;
   }
@@ -195,8 +198,9 @@ void Engine::drive(const Handle* until, double deadline_s) {
       timeout_us = static_cast<int>(std::min((deadline_s - now) * 1e6, double{kTickUs}));
     if (turn(timeout_us)) {
       idle_since_s = now_s();
-    } else if (!until) {
-      return;
+    } else {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!until || stopping_) return;  // stopping is the coordination thread's work
     }
   }
 }
@@ -421,8 +425,7 @@ void Engine::run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed,
 void Engine::exchange(const Set& set, const std::vector<RequestPtr>& requests) {
   Group group(*transport_, *waiter_, set.ranks, set.me);
   run_special(*requests[0]);
-  run_exchange(requests, group, set.ranks,
-               {*scratch_, config_.allreduce, config_.fusion_nbytes});
+  run_exchange(requests, group, set.ranks, {*scratch_, config_.allreduce, config_.fusion_nbytes});
   sent_nbytes_ += group.sent_nbytes();
   ++exchange_count_;
   complete(requests, nullptr);
@@ -434,8 +437,8 @@ RequestPtr Engine::stand_in(const Set& set, const Entry& entry) {
   request->description = entry.description;
   auto memory = std::make_shared<std::vector<std::vector<char>>>();
   for (const TensorInfo& tensor : tensors_of(entry.description)) {
-    const auto nbytes = static_cast<size_t>(std::max<int64_t>(tensor.count(), 0)) *
-                        dtype_nbytes(tensor.dtype);
+    const auto nbytes =
+        static_cast<size_t>(std::max<int64_t>(tensor.count(), 0)) * dtype_nbytes(tensor.dtype);
     memory->emplace_back(nbytes);
     request->parts.push_back({memory->back().data(), memory->back().data()});
     request->rows.push_back(0);

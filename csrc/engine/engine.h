@@ -162,7 +162,7 @@ class Engine {
   bool caller_drives_ = false;  // a waiting thread does, not the coordination thread
 
   std::mutex mutex_;
-  std::condition_variable changed_;  // a handle is done, or nobody drives
+  std::condition_variable changed_;      // a handle is done, or nobody drives
   std::vector<RequestPtr> submissions_;  // mutex_
   int64_t submitted_nbytes_ = 0;         // mutex_
   std::map<int32_t, Door> doors_;        // mutex_

@@ -46,8 +46,7 @@ std::string Engine::refuse(const Request& request) {
 std::string Engine::refuse_in(const Request& request, const std::vector<int>& ranks) {
   const Description& d = request.description;
   const int n = static_cast<int>(ranks.size());
-  if (d.kind == OpKind::kBroadcast &&
-      std::find(ranks.begin(), ranks.end(), d.root) == ranks.end())
+  if (d.kind == OpKind::kBroadcast && std::find(ranks.begin(), ranks.end(), d.root) == ranks.end())
     return "root " + std::to_string(d.root) + " is not one of the ranks " + join_numbers(ranks);
   if (d.kind == OpKind::kAddProcessSet) {
     for (size_t i = 0; i < d.layout.size(); ++i) {
@@ -125,7 +124,8 @@ void Engine::look_for_stalls(double now) {
 void Engine::check_progress(double waited_s, double& warned_s) {
   if (config_.stall_fail_s > 0 && waited_s > config_.stall_fail_s)
     throw PeerError("an exchange that every rank had agreed to made no progress for " +
-                    seconds(waited_s) + " although all ranks answer: is the network between "
+                    seconds(waited_s) +
+                    " although all ranks answer: is the network between "
                     "them blocked? (stall_fail_s)");
   const double now = now_s();
   if (config_.stall_warn_s <= 0 || now - warned_s < config_.stall_warn_s) return;
@@ -211,8 +211,9 @@ bool Engine::try_stop() {
   }
   if (!stopping_now_) {
     stopping_now_ = true;
-    fail_everything(make_failure(ErrorKind::kUsage, "bagua was shut down on this rank while the "
-                                                    "request was in flight"));
+    fail_everything(make_failure(ErrorKind::kUsage,
+                                 "bagua was shut down on this rank while the "
+                                 "request was in flight"));
     if (!ledger_) {
       channel_->send(0, text_message(MessageType::kBye));
       return true;

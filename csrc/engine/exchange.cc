@@ -96,14 +96,15 @@ void exchange_allreduce(const std::vector<RequestPtr>& requests, Group& group,
   const Description& d = requests[0]->description;
   const Finish finish = finish_of(d, group.size());
   const bool fuse = d.op != ReduceOp::kAdasum;
-  on_stretches(tensors_by_dtype(requests), bench, fuse, [&](char* data, DType dtype, int64_t count) {
-    Job job{group, bench.scratch, dtype, d.op, finish};
-    job.data = data;
-    job.count = count;
-    if (!is_linear(d.op)) scale(dtype, data, count, d.prescale);
-    if (group.size() == 1) return scale(dtype, data, count, finish.factor);
-    choose_collective(OpKind::kAllreduce, job, bench.allreduce).run(job);
-  });
+  on_stretches(tensors_by_dtype(requests), bench, fuse,
+               [&](char* data, DType dtype, int64_t count) {
+                 Job job{group, bench.scratch, dtype, d.op, finish};
+                 job.data = data;
+                 job.count = count;
+                 if (!is_linear(d.op)) scale(dtype, data, count, d.prescale);
+                 if (group.size() == 1) return scale(dtype, data, count, finish.factor);
+                 choose_collective(OpKind::kAllreduce, job, bench.allreduce).run(job);
+               });
 }
 
 void exchange_broadcast(const std::vector<RequestPtr>& requests, Group& group,
@@ -131,8 +132,7 @@ std::vector<int64_t> exchange_counts(OpKind kind, const std::vector<int64_t>& in
                                      Group& group, const Workbench& bench) {
   const auto n = static_cast<size_t>(group.size());
   const size_t out_count = n * static_cast<size_t>(per_rank);
-  char* memory =
-      bench.scratch.get(Scratch::kCounts, (out_count + in.size()) * sizeof(int64_t));
+  char* memory = bench.scratch.get(Scratch::kCounts, (out_count + in.size()) * sizeof(int64_t));
   char* sent = memory + out_count * sizeof(int64_t);
   std::memcpy(sent, in.data(), in.size() * sizeof(int64_t));
   Job job{group, bench.scratch, DType::kI64};

@@ -197,13 +197,15 @@ void Ledger::settle_bits(int32_t set, int32_t id) {
     waiting = waiting || !s.joined[m];
   }
   if (waiting && gone.empty()) return;
-  const std::string problem = gone.empty() ? objection(set, entry.description)
-                                           : list_text(gone) + (gone.size() == 1 ? " has" : " have") + " shut down";
+  const std::string problem =
+      gone.empty() ? objection(set, entry.description)
+                   : list_text(gone) + (gone.size() == 1 ? " has" : " have") + " shut down";
   if (problem.empty()) {
     decision(set).agreed.push_back({id, 0});
   } else {
     decision(set).rejections.push_back(
-        {{entry.name, 0}, gone.empty() ? ErrorKind::kUsage : ErrorKind::kPeer,
+        {{entry.name, 0},
+         gone.empty() ? ErrorKind::kUsage : ErrorKind::kPeer,
          entry.name + ": " + problem + " and takes no part in this " + kind_name(kind),
          s.with_bit(id)});
   }
@@ -258,9 +260,9 @@ void Ledger::resolve(int32_t set, const Key& key, Pending& pending) {
   const std::string label = pending.descriptions.empty()
                                 ? key.name
                                 : label_of(key, Description::decode(pending.descriptions[0]));
-  decision(set).rejections.push_back(
-      {key, ErrorKind::kUsage, label.empty() ? problem : label + ": " + problem,
-       s.arrived(pending)});
+  decision(set).rejections.push_back({key, ErrorKind::kUsage,
+                                      label.empty() ? problem : label + ": " + problem,
+                                      s.arrived(pending)});
 }
 
 std::string Ledger::mismatch(const Set& s, const Pending& pending) const {
@@ -272,8 +274,8 @@ std::string Ledger::mismatch(const Set& s, const Pending& pending) const {
   const Difference d =
       first_difference(Description::decode(pending.descriptions[static_cast<size_t>(first)]),
                        Description::decode(pending.descriptions[static_cast<size_t>(1 - first)]));
-  return "ranks disagree on " + d.what + ": " + d.here + " on " + list_text(holders[first]) +
-         ", " + d.there + " on " + list_text(holders[1 - first]) +
+  return "ranks disagree on " + d.what + ": " + d.here + " on " + list_text(holders[first]) + ", " +
+         d.there + " on " + list_text(holders[1 - first]) +
          "; every rank must make the same call in the same order";
 }
 
@@ -312,8 +314,7 @@ void Ledger::agree(int32_t set, const Key& key, const std::string& bytes) {
     decision(set).agreed.push_back({Decision::kForgotten, key.seq});
     return apply(set, Description::decode(bytes));
   }
-  const auto [it, fresh] =
-      index.try_emplace(known_as, static_cast<int32_t>(s.entries.size()));
+  const auto [it, fresh] = index.try_emplace(known_as, static_cast<int32_t>(s.entries.size()));
   const int32_t id = it->second;
   if (fresh) s.entries.emplace_back();
   Entry& entry = s.entries[static_cast<size_t>(id)];
@@ -406,16 +407,18 @@ std::vector<Ledger::Stall> Ledger::stalls(double now_s, double age_s) const {
     for (int32_t e = 0; e < static_cast<int32_t>(s.entries.size()); ++e) {
       const Entry& entry = s.entries[static_cast<size_t>(e)];
       if (entry.open_since_s == 0 || now_s - entry.open_since_s < age_s) continue;
-      found.push_back({id, {entry.name, 0}, entry.name,
-                       missing([&, &set = s](int m) { return set.bit(m, e); }), s.with_bit(e),
+      found.push_back({id,
+                       {entry.name, 0},
+                       entry.name,
+                       missing([&, &set = s](int m) { return set.bit(m, e); }),
+                       s.with_bit(e),
                        entry.open_since_s});
     }
     for (const auto& [key, pending] : s.pending) {
       if (now_s - pending.since_s < age_s) continue;
-      const std::string label =
-          pending.descriptions.empty()
-              ? key.name
-              : label_of(key, Description::decode(pending.descriptions[0]));
+      const std::string label = pending.descriptions.empty()
+                                    ? key.name
+                                    : label_of(key, Description::decode(pending.descriptions[0]));
       found.push_back({id, key, label,
                        missing([&p = pending](int m) { return p.arrivals[m].has_value(); }),
                        s.arrived(pending), pending.since_s});

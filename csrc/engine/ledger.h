@@ -77,7 +77,7 @@ class Ledger {
     int last_joined = -1;  // rank
 
     int member_of(int rank) const;
-    std::vector<int> with_bit(int32_t id) const;           // ranks
+    std::vector<int> with_bit(int32_t id) const;             // ranks
     std::vector<int> arrived(const Pending& pending) const;  // ranks, without refusals
     bool bit(int member, int32_t id) const;
     void clear_bit(int member, int32_t id);

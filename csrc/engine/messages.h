@@ -15,8 +15,8 @@ enum class MessageType : uint8_t {
   kAwait,     // to rank 0: I am waiting; is everyone alive?
   kPing,      // answered with kPong by any rank whose process runs
   kPong,
-  kFault,     // a failure nobody survives: poison the engine with this text
-  kBye,       // I shut down on purpose
+  kFault,  // a failure nobody survives: poison the engine with this text
+  kBye,    // I shut down on purpose
 };
 
 // Identifies a request across ranks: a name, or the position among the unnamed ones.

@@ -6,7 +6,8 @@ namespace {
 std::string shape_text(const std::vector<int64_t>& shape) {
   std::string text = "[";
   for (size_t i = 0; i < shape.size(); ++i)
-    text += (i ? ", " : "") + (shape[i] == kAnyExtent ? std::string("any") : std::to_string(shape[i]));
+    text +=
+        (i ? ", " : "") + (shape[i] == kAnyExtent ? std::string("any") : std::to_string(shape[i]));
   return text + "]";
 }
 
@@ -40,9 +41,8 @@ void Description::add_tensor(DType dtype, const std::vector<int64_t>& shape) {
 }
 
 bool Description::operator==(const Description& other) const {
-  return kind == other.kind && op == other.op && root == other.root &&
-         prescale == other.prescale && postscale == other.postscale && priority == other.priority &&
-         layout == other.layout;
+  return kind == other.kind && op == other.op && root == other.root && prescale == other.prescale &&
+         postscale == other.postscale && priority == other.priority && layout == other.layout;
 }
 
 std::string Description::encode() const {
@@ -88,9 +88,7 @@ Difference first_difference(const Description& here, const Description& there) {
   return tensor_difference(here, there);
 }
 
-int64_t TensorInfo::count() const {
-  return count_of(shape.data(), shape.size());
-}
+int64_t TensorInfo::count() const { return count_of(shape.data(), shape.size()); }
 
 int64_t TensorInfo::row_count() const {
   return shape.empty() ? 1 : count_of(shape.data() + 1, shape.size() - 1);

@@ -43,8 +43,8 @@ Difference first_difference(const Description& here, const Description& there);
 struct TensorInfo {
   DType dtype;
   std::vector<int64_t> shape;
-  int64_t count() const;        // elements
-  int64_t row_count() const;    // elements in one row: all dimensions but the first
+  int64_t count() const;      // elements
+  int64_t row_count() const;  // elements in one row: all dimensions but the first
 };
 std::vector<TensorInfo> tensors_of(const Description& description);
 
@@ -97,14 +97,14 @@ struct Part {
 };
 
 struct Request {
-  std::string name;   // empty: matched by the order of unnamed requests, see seq
-  uint64_t seq = 0;   // position among the unnamed requests of the process set, from 1
+  std::string name;  // empty: matched by the order of unnamed requests, see seq
+  uint64_t seq = 0;  // position among the unnamed requests of the process set, from 1
   int32_t set = 0;
   Description description;
   std::vector<Part> parts;
-  std::vector<int64_t> rows;    // first dimension of each tensor on this rank
-  std::vector<int64_t> splits;  // alltoall: rows for each rank
-  std::string refusal;          // not empty: this rank cannot take part, and why
+  std::vector<int64_t> rows;        // first dimension of each tensor on this rank
+  std::vector<int64_t> splits;      // alltoall: rows for each rank
+  std::string refusal;              // not empty: this rank cannot take part, and why
   std::shared_ptr<void> keepalive;  // whatever owns the memory, until done
   HandlePtr handle = std::make_shared<Handle>();
 

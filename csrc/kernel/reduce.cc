@@ -6,8 +6,8 @@
 #include "kernel/half.h"
 
 // One source, several instruction sets: the loader picks the best at run time.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__) && \
-    !defined(__SANITIZE_ADDRESS__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
 #define BAGUA_MULTI_ISA __attribute__((target_clones("default", "avx2", "avx512f")))
 #else
 #define BAGUA_MULTI_ISA

@@ -60,8 +60,7 @@ class LoopbackTransport : public Transport {
       const std::vector<char>& message = wire.front();
       if (message.size() != it->second.nbytes)
         throw InternalError("loopback: message of " + std::to_string(message.size()) +
-                            " bytes where " + std::to_string(it->second.nbytes) +
-                            " were expected");
+                            " bytes where " + std::to_string(it->second.nbytes) + " were expected");
       if (!message.empty()) std::memcpy(it->second.data, message.data(), message.size());
       wire.pop_front();
       it = receives_.erase(it);

@@ -50,9 +50,9 @@ class MpiTransport : public Transport {
   bool done(Ticket ticket) override {
     auto& requests = slots_[ticket];
     int flag = 0;
-    check(MPI_Testall(static_cast<int>(requests.size()), requests.data(), &flag,
-                      MPI_STATUSES_IGNORE),
-          "MPI_Testall");
+    check(
+        MPI_Testall(static_cast<int>(requests.size()), requests.data(), &flag, MPI_STATUSES_IGNORE),
+        "MPI_Testall");
     if (!flag) return false;
     requests.clear();
     free_.push_back(ticket);

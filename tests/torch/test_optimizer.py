@@ -269,7 +269,8 @@ def test_ranks_use_different_parameters(everyone, hvd):
         reference.step()
     assert_close(model, oracle)
     unused = model.branches[4].weight
-    assert unused.grad is not None and not unused.grad.any()
+    assert unused.grad is not None
+    assert not unused.grad.any()
 
 
 def test_a_rank_without_backward_takes_part(everyone, hvd):
@@ -419,8 +420,10 @@ def test_sparse_embeddings(everyone, hvd, as_dense, learn):
     generator = torch.Generator().manual_seed(3)
     for _ in range(3):
         ids = torch.randint(0, 20, (BATCH * everyone.size,), generator=generator)
-        for network, which, rows in ((model, optimizer, mine(everyone, ids)),
-                                     (oracle, reference, ids)):
+        for network, which, rows in (
+            (model, optimizer, mine(everyone, ids)),
+            (oracle, reference, ids),
+        ):
             which.zero_grad()
             network(rows).square().mean().backward()
             which.step()
@@ -450,8 +453,10 @@ def test_mixed_dtypes_and_layouts(everyone, hvd):
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
         rows = torch.randn(BATCH * everyone.size, 3, 6, 6, generator=generator)
-        for network, which, part in ((model, optimizer, mine(everyone, rows)),
-                                     (oracle, reference, rows)):
+        for network, which, part in (
+            (model, optimizer, mine(everyone, rows)),
+            (oracle, reference, rows),
+        ):
             which.zero_grad()
             run(network, part).backward()
             which.step()

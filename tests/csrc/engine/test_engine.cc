@@ -316,9 +316,10 @@ TEST(Engine, ProcessSetsWorkIndependently) {
       }
     }
     EXPECT_EQ(sum_of_ones(world[rank], "x"), 4);
-    if (rank == 0)
+    if (rank == 0) {
       EXPECT_CONTAINS(error_of<UsageError>([&] { sum_of_ones(world[rank], "x", odd); }),
                       "rank 0 is not in process set");
+    }
     EXPECT_EQ(sum_of_ones(world[rank], ""), 4);
     remove_set(world[rank], odd);
     EXPECT_CONTAINS(error_of<UsageError>([&] { sum_of_ones(world[rank], "x", odd); }),

@@ -122,8 +122,11 @@ TEST_P(EveryDriver, JoinEndsWhenTheOthersShutDown) {
 TEST_P(EveryDriver, DeathIsAnErrorThatNamesTheRank) {
   for (int dead = 0; dead < 3; ++dead) {
     LoopbackWorld world(3, config());
+    std::atomic<int> through{0};
     world.run([&](int rank) {
       EXPECT_EQ(sum_of_ones(world[rank], "x"), 3);
+      ++through;
+      while (through < 3) std::this_thread::yield();
       if (rank == dead) return world.die(rank);
       const std::string who =
           "rank " + std::to_string(dead) + " (host h" + std::to_string(dead) + ")";
