@@ -104,11 +104,15 @@ class Engine {
   void coordinate();  // the coordination thread
   void drive(const Handle* until, double deadline_s);
   bool turn(int timeout_us);
+  void receive(int timeout_us);
+  void handle(const Message& message);
+  bool anything_open() const { return open_count_ > 0; }
+  std::string name_of(int rank) const;
+
+  // engine_agreement.cc
   bool take_submissions();
   void report(Set& set, const RequestPtr& request);
   void send_reports();
-  void receive(int timeout_us);
-  void handle(const Message& message);
   void decide();
   void apply(const Decision& decision);
   RequestPtr take_open(Set& set, int32_t id, const Key& key);
@@ -119,8 +123,6 @@ class Engine {
   void run_special(Request& request);
   void finish_join(int32_t id, int last_joined);
   void complete(const std::vector<RequestPtr>& requests, const FailurePtr& failure);
-  bool anything_open() const { return open_count_ > 0; }
-  std::string name_of(int rank) const;
 
   // engine_failure.cc
   static std::string refuse(const Request& request);

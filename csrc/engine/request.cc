@@ -1,5 +1,7 @@
 #include "engine/request.h"
 
+#include <algorithm>
+
 namespace bagua {
 namespace {
 
@@ -100,6 +102,15 @@ std::vector<TensorInfo> tensors_of(const Description& description) {
     tensors.push_back({dtype, {dimensions, dimensions + ndim}});
   });
   return tensors;
+}
+
+int64_t nbytes_of(const Description& description) {
+  int64_t nbytes = 0;
+  for_each_tensor(description, [&](DType dtype, const int64_t* dimensions, size_t ndim) {
+    nbytes += std::max<int64_t>(count_of(dimensions, ndim), 0) *
+              static_cast<int64_t>(dtype_nbytes(dtype));
+  });
+  return nbytes;
 }
 
 }  // namespace bagua

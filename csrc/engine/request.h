@@ -65,6 +65,9 @@ inline int64_t count_of(const int64_t* dimensions, size_t ndim) {
   return n;
 }
 
+// Bytes of all its tensors; rows that ranks choose for themselves do not count.
+int64_t nbytes_of(const Description& description);
+
 // Memory the engine allocated for a result whose size only the exchange told.
 struct Output {
   std::shared_ptr<char> data;

@@ -413,7 +413,7 @@ TEST(Engine, JoinRefusesWhatNeedsEveryone) {
   });
 }
 
-// A rank that has joined knows no priorities of its own; the order must be the others'.
+// A rank that has joined must take the same order as the others.
 TEST(Engine, JoinKeepsTheOrderOfPriorities) {
   LoopbackWorld world(2);
   world.run([&](int rank) {
@@ -422,7 +422,7 @@ TEST(Engine, JoinKeepsTheOrderOfPriorities) {
     const auto step = [&] {
       RequestPtr first = allreduce_of("a", a);
       RequestPtr second = allreduce_of("b", b, ReduceOp::kMax);
-      first->priority = -1;
+      first->description.priority = -1;
       std::vector<HandlePtr> handles{world[rank].submit(first, Urgency::kWaited),
                                      world[rank].submit(second, Urgency::kWaited)};
       for (const HandlePtr& handle : handles) finish(world[rank], handle);

@@ -155,6 +155,7 @@ TEST(Messages, DescriptionsSurvive) {
     sent.kind = static_cast<OpKind>(dice.below(kOpKindCount));
     sent.op = static_cast<ReduceOp>(dice.below(6));
     sent.root = static_cast<int32_t>(dice.below(9)) - 1;
+    sent.priority = static_cast<int32_t>(dice.below(9)) - 4;
     sent.prescale = dice.below(8) * 0.25;
     sent.postscale = dice.below(8) * 0.25;
     for (uint32_t n = dice.below(4); n > 0; --n) {

@@ -19,35 +19,34 @@ const Description kSum = of(OpKind::kAllreduce), kMax = of(OpKind::kAllreduce, R
 TEST(Schedule, NothingGivesNothing) { EXPECT_EQ(schedule({}, 100), Groups{}); }
 
 TEST(Schedule, FusesUpToTheLimit) {
-  const std::vector<Candidate> candidates = {
-      {&kSum, 40, 0}, {&kSum, 40, 0}, {&kSum, 40, 0}, {&kSum, 20, 0}};
+  const std::vector<Candidate> candidates = {{&kSum, 40}, {&kSum, 40}, {&kSum, 40}, {&kSum, 20}};
   EXPECT_EQ(schedule(candidates, 100), (Groups{{0, 1, 3}, {2}}));
   EXPECT_EQ(schedule(candidates, 80), (Groups{{0, 1}, {2, 3}}));
   EXPECT_EQ(schedule(candidates, 0), (Groups{{0}, {1}, {2}, {3}}));
 }
 
 TEST(Schedule, LargeOnesGoAlone) {
-  EXPECT_EQ(schedule({{&kSum, 10, 0}, {&kSum, 100, 0}, {&kSum, 10, 0}}, 100),
-            (Groups{{0, 2}, {1}}));
+  EXPECT_EQ(schedule({{&kSum, 10}, {&kSum, 100}, {&kSum, 10}}, 100), (Groups{{0, 2}, {1}}));
 }
 
 TEST(Schedule, EmptyTensorsFuseToo) {
-  EXPECT_EQ(schedule({{&kSum, 0, 0}, {&kSum, 0, 0}}, 1), (Groups{{0, 1}}));
+  EXPECT_EQ(schedule({{&kSum, 0}, {&kSum, 0}}, 1), (Groups{{0, 1}}));
 }
 
 TEST(Schedule, UnlikeRequestsStayApart) {
   const Description scaled = of(OpKind::kAllreduce, ReduceOp::kSum, 0.5);
   const Description adasum = of(OpKind::kAllreduce, ReduceOp::kAdasum);
   const Description gather = of(OpKind::kAllgather), barrier = of(OpKind::kBarrier);
-  const std::vector<Candidate> candidates = {{&kSum, 1, 0},   {&kMax, 1, 0},   {&scaled, 1, 0},
-                                             {&adasum, 1, 0}, {&gather, 1, 0}, {&barrier, 0, 0},
-                                             {&kSum, 1, 0},   {&adasum, 1, 0}, {&gather, 1, 0}};
+  const std::vector<Candidate> candidates = {{&kSum, 1},   {&kMax, 1},   {&scaled, 1},
+                                             {&adasum, 1}, {&gather, 1}, {&barrier, 0},
+                                             {&kSum, 1},   {&adasum, 1}, {&gather, 1}};
   EXPECT_EQ(schedule(candidates, 100), (Groups{{0, 6}, {1}, {2}, {3}, {4}, {5}, {7}, {8}}));
 }
 
 TEST(Schedule, HigherPriorityGoesFirstAndEqualOnesKeepTheirOrder) {
-  const std::vector<Candidate> candidates = {
-      {&kSum, 60, 0}, {&kMax, 60, 5}, {&kSum, 60, 5}, {&kMax, 60, 0}};
+  Description sum = kSum, max = kMax;
+  sum.priority = max.priority = 5;
+  const std::vector<Candidate> candidates = {{&kSum, 60}, {&max, 60}, {&sum, 60}, {&kMax, 60}};
   EXPECT_EQ(schedule(candidates, 100), (Groups{{1}, {2}, {0}, {3}}));
 }
 
