@@ -145,7 +145,7 @@ def run(names: list[str], quick: bool) -> dict[str, Case]:
     # Idleness first: a peer's threads in this process are not ours to answer for.
     for name in sorted(names, key=lambda name: name != "idle"):
         peers = {} if name == "idle" else peers_once(comm)
-        mine = CASES[name](peers, lambda: bagua.torch.barrier(), quick)
+        mine = CASES[name](peers, comm.Barrier, quick)
         everyone = comm.allgather(mine)
         results[name] = {
             system: max((figures[system] for figures in everyone), key=lambda f: f["median_s"])

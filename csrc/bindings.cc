@@ -8,11 +8,9 @@
 
 #include "collective/collective.h"
 #include "common/config.h"
-#include "control/loopback_channel.h"
 #include "control/socket_channel.h"
 #include "engine/bucket.h"
 #include "engine/engine.h"
-#include "transport/loopback.h"
 #include "transport/mpi.h"
 
 namespace py = pybind11;
@@ -62,6 +60,7 @@ struct PyHandle {
   // Blocks without the GIL, but lets Ctrl-C through between the slices.
   void wait_done() const {
     constexpr double kSliceS = 0.25;
+    const auto engine = this->engine;  // another thread may finish waiting first
     while (!handle->done()) {
       bool done;
       {
@@ -76,7 +75,8 @@ struct PyHandle {
   py::object wait(const py::object& self) {
     if (!engine) throw UsageError("this handle has been waited for already; keep the first result");
     wait_done();
-    engine.reset();
+    if (!std::exchange(engine, nullptr))
+      throw UsageError("another thread waited for this handle at the same time");
     handle->rethrow();
     if (!finish) return std::move(result);
     return std::exchange(finish, py::object())(self);
@@ -242,7 +242,7 @@ py::dict build_info() {
   info["version"] = BAGUA_VERSION;
   info["mpi"] = mpi_compiled();
   info["compiler"] = __VERSION__;
-  info["transports"] = std::vector<std::string>{"mpi", "loopback"};
+  info["transports"] = std::vector<std::string>{"mpi"};
   std::vector<std::string> names;
   for (const Collective& row : collectives()) names.push_back(row.name);
   info["collectives"] = names;
@@ -299,7 +299,12 @@ PYBIND11_MODULE(_core, m) {
            [](const py::object& self) { return py::cast<PyHandle&>(self).wait(self); })
       .def_readwrite("finish", &PyHandle::finish)
       .def_property_readonly("value", [](const PyHandle& h) { return h.handle->value; })
-      .def("rows", [](const PyHandle& h, size_t i) { return h.handle->outputs.at(i).rows; })
+      .def("rows",
+           [](const PyHandle& h, size_t i) {
+             if (!h.handle->done())
+               throw UsageError("the operation is not done; wait for it first");
+             return h.handle->outputs.at(i).rows;
+           })
       // Memory of output i: all ranks' rows of row_nbytes each.
       .def("output", [](const PyHandle& h, size_t i, int64_t row_nbytes) {
         const Output& output = h.handle->outputs.at(i);
@@ -343,6 +348,7 @@ PYBIND11_MODULE(_core, m) {
            py::arg("prescale"), py::arg("postscale"), py::arg("set"), py::arg("priority"))
       .def_property_readonly("begins", &Bucket::begins)
       .def("ready", &Bucket::ready)
+      .def("refuse", &Bucket::refuse)
       .def("missing", &Bucket::missing)
       .def("launch", [](Bucket& b, int urgency) {
         return PyHandle{b.engine(), b.launch(static_cast<Engine::Urgency>(urgency)), py::none(),

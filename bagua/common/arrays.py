@@ -81,6 +81,8 @@ class NumpyArrays:
         self._view(target)[...] = source
 
     def check_writable(self, target: Any) -> None:
+        if not isinstance(target, np.ndarray) and not hasattr(target, "__dlpack__"):
+            raise UsageError(f"an in-place operation needs an array, not {type(target).__name__}")
         if not self._view(target).flags.writeable:
             raise UsageError("an in-place operation needs a writable array")
 

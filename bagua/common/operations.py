@@ -1,6 +1,6 @@
 """The operations, once for every kind of array.
 
-`Operations` holds all of them; NumPy's instance is made in `bagua/__init__.py`, PyTorch's subclass
+`Operations` holds all of them; NumPy's instance is made in `numpy_ops.py`, PyTorch's subclass
 in `bagua/torch/ops.py`. Each operation has an asynchronous form that returns a `Handle`; the
 others start it and wait.
 """

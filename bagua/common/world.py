@@ -26,6 +26,8 @@ from bagua.version import __version__
 
 # Our private copy of a communicator hangs on it, so that init, shutdown, init uses one copy.
 _PRIVATE_COPY = MPI.Comm.Create_keyval()
+# And so does a barrier of init that has not been completed yet.
+_ARRIVAL = MPI.Comm.Create_keyval()
 
 Communicator = Union[None, Sequence[int], MPI.Comm]
 
@@ -65,10 +67,16 @@ class World:
             settings["spin_us"] = 0.0  # spinning would take the core a peer needs
         pids = comm.allgather(os.getpid())
         names = [f"host {host}, pid {pid}" for host, pid in zip(hosts, pids)]
-        listener = None
+        listener, address = None, None
         if self.rank == 0:
-            listener = core.Listener(self.size, self.config.network_interfaces)
-        address = comm.bcast(listener.address if listener else None)
+            try:
+                listener = core.Listener(self.size, self.config.network_interfaces)
+                address = listener.address
+            except UsageError as problem:
+                address = problem
+        address = comm.bcast(address)
+        if isinstance(address, UsageError):
+            raise address  # rank 0's, on every rank: nobody waits for it
         return core.Engine(
             communicator=MPI._addressof(comm),
             listener=listener,
@@ -133,10 +141,10 @@ def init(
     if _world is not None:
         return
     config = Config.resolve(**settings)
-    _world = World(_communicator(comm), config)
     if not _exit_hook_installed:
-        _install_exit_hooks()
+        _install_exit_hooks()  # first: also a failing init must not wait in MPI_Finalize
         _exit_hook_installed = True
+    _world = World(_communicator(comm), config)
     if process_sets is not None and not isinstance(process_sets, str):
         for process_set in process_sets:
             add_process_set(process_set)
@@ -264,22 +272,28 @@ def _communicator(comm: Communicator) -> MPI.Comm:
 
 
 def _private_copy(comm: MPI.Comm, timeout_s: float) -> MPI.Comm:
+    _meet(comm, timeout_s)
     copy: Any = comm.Get_attr(_PRIVATE_COPY)
     if copy is None:
-        # The copy is made together; a rank that never comes must not hang the others for ever.
-        arrival = comm.Ibarrier()
-        deadline = time.monotonic() + timeout_s
-        while not arrival.Test():
-            if time.monotonic() > deadline:
-                raise PeerError(
-                    f"not all of {comm.size} ranks called init within {timeout_s:g} s "
-                    "(start_timeout_s); did one fail before it?"
-                )
-            time.sleep(0.001)
         copy = comm.Dup()
         comm.Set_attr(_PRIVATE_COPY, copy)
     assert isinstance(copy, MPI.Comm)
     return copy
+
+
+def _meet(comm: MPI.Comm, timeout_s: float) -> None:
+    """Returns when every rank is in init: what follows waits without a deadline."""
+    arrival: Any = comm.Get_attr(_ARRIVAL) or comm.Ibarrier()  # of a try that timed out
+    comm.Set_attr(_ARRIVAL, arrival)
+    deadline = time.monotonic() + timeout_s
+    while not arrival.Test():
+        if time.monotonic() > deadline:
+            raise PeerError(
+                f"not all of {comm.size} ranks called init within {timeout_s:g} s "
+                "(start_timeout_s); did one fail before it?"
+            )
+        time.sleep(0.001)
+    comm.Delete_attr(_ARRIVAL)
 
 
 def _introduce(comm: MPI.Comm, config: Config) -> list[str]:

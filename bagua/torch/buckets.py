@@ -97,13 +97,14 @@ class Bucket:
             torch._foreach_copy_(views, grads)
 
     def deliver(self) -> None:
-        """Waits for the exchange and makes its results the parameters' gradients."""
-        assert self.handle is not None
-        if self.stale:
-            self.handle.wait()
+        """Waits for the exchange, if any, and makes its results the parameters' gradients."""
+        if self.handle is not None and self.stale:
+            self.discard()
             self.launch()
-        self.handle.wait()
-        self.handle = None
+        if self.handle is None:
+            return
+        handle, self.handle = self.handle, None
+        handle.wait()
         if self.casts:
             with torch.no_grad():
                 self._cast_back()
@@ -111,6 +112,15 @@ class Bucket:
         for slot in self.slots:
             if slot.param.grad is not slot.view:
                 slot.param.grad = slot.view
+
+    def discard(self) -> None:
+        """Waits for the exchange without using its results."""
+        handle, self.handle = self.handle, None
+        handle.wait()  # type: ignore[union-attr]
+
+    def refuse(self, problem: str) -> None:
+        """Raises a UsageError, here and on the ranks that launch this bucket next."""
+        self.arena.refuse(problem)
 
     def _cast_back(self) -> None:
         for slot in self.slots:
@@ -121,11 +131,11 @@ class Bucket:
                 grad.copy_(slot.view)
 
     def sums_again(self) -> bool:
-        """Whether a gradient was accumulated on top of an exchanged one that is not an average.
+        """Whether a gradient would be accumulated on top of an exchanged one that is no average.
 
         Averaging an average changes nothing; summing a sum does.
         """
-        return not self.averages and any(s.param.grad is s.view for s in self.slots)
+        return not self.averages and any(slot.param.grad is not None for slot in self.slots)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -8,6 +8,7 @@ they use), everything is waited for, and every `param.grad` is a view of its are
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,7 @@ import torch
 
 from bagua.algorithms import Algorithm, find
 from bagua.common import numpy_ops
-from bagua.common.errors import UsageError
+from bagua.common.errors import BaguaError, UsageError
 from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.objects import allgather_object, broadcast_object
 from bagua.common.process_set import ProcessSet
@@ -133,17 +134,25 @@ class Gradients:
 
     def _exchange(self) -> None:
         """Launches what is not under way, waits for everything, delivers."""
+        errors: list[BaguaError] = []
         try:
             self._find_sparse()
             self._loose.launch()
             for bucket in self._buckets:
                 if bucket.handle is None:
                     bucket.launch(Urgency.WAITED)
-            for bucket in self._buckets:
-                bucket.deliver()
-            self._loose.deliver()
-        finally:
-            self._reset()
+        except BaguaError as error:
+            errors.append(error)
+        # Whatever failed: nothing may still be in flight when the caller touches gradients again.
+        parts: list[Any] = [*self._buckets, self._loose]
+        for part in parts:
+            try:
+                part.deliver()
+            except BaguaError as error:
+                errors.append(error)
+        self._reset()
+        if errors:
+            raise errors[0]
         self._exchanged = True
         self._unshared = False
 
@@ -161,6 +170,11 @@ class Gradients:
         if self._unshared or not self._exchanged:
             self._exchange()
 
+    def zeroed(self) -> None:
+        """There are no gradients any more, so there are none to exchange before a step."""
+        self._exchanged = self._unshared = False
+        self._passes = 0
+
     def stepped(self) -> None:
         """The optimizer has stepped."""
         self._step += 1
@@ -174,11 +188,19 @@ class Gradients:
         self._rebuild_due = False
 
     def _abandon_backward(self) -> None:
-        """The last backward raised before its end: finish what it launched, then start over."""
+        """The last backward raised before its end, so its gradients are not what others expect.
+
+        What it launched is waited for; the rest is refused, so that other ranks that wait for it
+        hear why.
+        """
         for bucket in self._buckets:
-            if bucket.handle is not None:
-                bucket.handle.wait()
+            with contextlib.suppress(BaguaError):
+                if bucket.handle is None:
+                    bucket.refuse("backward raised an exception on this rank")
+                else:
+                    bucket.discard()
         self._reset()
+        self._exchanged = False
 
     # ---- which parameters, in which buckets ----------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bagua.common.errors import BaguaError
 from bagua.common.kinds import ReduceOp
 from bagua.torch import ops
 from bagua.torch.buckets import Plan, Slot
@@ -63,11 +64,18 @@ class Loose:
 
     def deliver(self) -> None:
         flying, self._flying = self._flying, []
+        errors: list[BaguaError] = []
         for slot, handle, context in flying:
-            result = ops.synchronize(handle)
+            try:
+                result = ops.synchronize(handle)
+            except BaguaError as error:
+                errors.append(error)  # the others are waited for all the same
+                continue
             if self.wants_all:
                 result = self._compression.decompress(result, context)
             slot.param.grad = result
+        if errors:
+            raise errors[0]
 
 
 def _as_sparse(param: torch.Tensor, grad: Any) -> torch.Tensor:

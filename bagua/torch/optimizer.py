@@ -93,6 +93,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._gradients.look_again()
+        self._gradients.zeroed()
         self.inner.zero_grad(set_to_none)
 
     def synchronize(self) -> None:

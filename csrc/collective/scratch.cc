@@ -5,7 +5,7 @@ namespace bagua {
 char* Scratch::get(Lane lane, size_t nbytes) {
   auto& memory = lanes_[lane];
   if (memory.size() < nbytes) {
-    memory = {};  // let go before asking for more
+    std::vector<char>().swap(memory);  // let go before asking for more
     memory.resize(nbytes);
   }
   return memory.data();

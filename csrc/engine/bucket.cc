@@ -52,7 +52,15 @@ bool Bucket::ready(int slot) {
   return --left_ == 0;
 }
 
-HandlePtr Bucket::launch(Engine::Urgency urgency) {
+HandlePtr Bucket::launch(Engine::Urgency urgency) { return engine_->submit(start_over(), urgency); }
+
+void Bucket::refuse(const std::string& problem) {
+  auto request = start_over();
+  request->refusal = problem;
+  engine_->submit(std::move(request), Engine::Urgency::kNow);
+}
+
+RequestPtr Bucket::start_over() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     std::fill(is_ready_.begin(), is_ready_.end(), false);
@@ -64,7 +72,7 @@ HandlePtr Bucket::launch(Engine::Urgency urgency) {
   request->description = description_;
   request->parts = parts_;
   request->keepalive = arena_;
-  return engine_->submit(std::move(request), urgency);
+  return request;
 }
 
 std::vector<int> Bucket::missing() const {

@@ -1,7 +1,6 @@
 // Many tensors in one arena, exchanged together and in place each time all of them are ready.
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -32,8 +31,11 @@ class Bucket {
   std::vector<int> missing() const;
   // Starts the exchange of the whole arena and counts anew.
   HandlePtr launch(Engine::Urgency urgency);
+  // Does not take part this time: throws a UsageError, here and on the ranks that launch.
+  void refuse(const std::string& problem);
 
  private:
+  RequestPtr start_over();
   void add_part(int64_t begin, int64_t count);
 
   const std::shared_ptr<Engine> engine_;

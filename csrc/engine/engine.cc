@@ -101,8 +101,8 @@ HandlePtr Engine::submit(RequestPtr request, Urgency urgency) {
   const bool refused = !request->refusal.empty();
   if (refused || urgency == Urgency::kNow || nbytes >= kEagerNbytes || !config_.inline_drive) {
     channel_->wake();
-  } else if (urgency == Urgency::kSoon && first) {
-    channel_->wake_after(kCompanyUs);
+  } else if (first) {
+    channel_->wake_after(kCompanyUs);  // also when the caller meant to wait, but failed before
   }
   if (refused) throw UsageError(request->label() + ": " + request->refusal);
   return handle;
@@ -228,7 +228,7 @@ bool Engine::turn(int timeout_us) {
 void Engine::receive(int timeout_us) {
   if (ledger_) decide();
   inbox_.clear();
-  channel_->receive(decisions_.empty() ? timeout_us : 0, inbox_);
+  channel_->receive(timeout_us, inbox_);
   for (const Message& message : inbox_) handle(message);
   if (ledger_) decide();
 }
@@ -238,16 +238,25 @@ void Engine::handle(const Message& message) {
     return lose(message.from, "is gone: its process ended without shutting bagua down");
   Reader r(message.bytes);
   const auto type = r.get<MessageType>();
-  if (liveness_.handle(message, type, now_s())) return;
+  if (liveness_.handle(message, type, now_s())) {
+    // Somebody waits for long. MPI may hold back a message of ours until we call it again.
+    if (exchanging_.empty()) transport_->progress();
+    return;
+  }
   switch (type) {
     case MessageType::kReport:
       return ledger_->report(message.from, Report::decode(r), now_s());
     case MessageType::kDecision:
       return decisions_.push_back(Decision::decode(r));
     case MessageType::kBye:
+      // What was decided with the leaver must reach it ahead of the answer.
+      if (ledger_) {
+        decide();
+        channel_->send(message.from, text_message(MessageType::kBye));
+        ledger_->leave(message.from);
+      }
       left_[static_cast<size_t>(message.from)] = true;
-      liveness_.forget(message.from);
-      return ledger_->leave(message.from);
+      return liveness_.forget(message.from);
     case MessageType::kFault:
       throw Verdict(std::string(r.get_string()));
     default:

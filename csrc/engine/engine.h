@@ -52,8 +52,8 @@ class Engine {
     kWaited,  // the caller waits for it next, and drives
   };
   // Any thread. Checks what can be checked here; throws UsageError, or the failure that ended the
-  // engine. What is refused here, or comes with a refusal, is also refused on the ranks that make
-  // the same call.
+  // engine. What is refused for what it asks, or comes with a refusal, is also refused on the ranks
+  // that make the same call.
   HandlePtr submit(RequestPtr request, Urgency urgency);
 
   // Blocks until the handle is done or the time is up; true when done. Any thread.

@@ -78,6 +78,7 @@ void Engine::tick() {
   const double now = now_s();
   if (now - ticked_s_ < 0.5) return;
   ticked_s_ = now;
+  if (anything_open() && exchanging_.empty()) transport_->progress();
   const bool waiting = anything_open() && now - open_since_s_ > 1;
   const int silent = liveness_.tick(now, waiting || stopping_now_);
   if (silent >= 0)
@@ -92,7 +93,7 @@ void Engine::lose(int rank, const std::string& how) {
   left_[static_cast<size_t>(rank)] = true;
   liveness_.forget(rank);
   if (!stopping_now_) throw Verdict(name_of(rank) + " " + how);
-  ledger_->leave(rank);
+  if (ledger_) ledger_->leave(rank);
 }
 
 void Engine::look_for_stalls(double now) {
@@ -122,6 +123,10 @@ void Engine::look_for_stalls(double now) {
 
 // An agreed exchange should only take as long as its bytes; when nothing arrives for long, say so.
 void Engine::check_progress(double waited_s, double& warned_s) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (abandoned_) throw PeerError("bagua is ending on this rank");
+  }
   if (config_.stall_fail_s > 0 && waited_s > config_.stall_fail_s)
     throw PeerError("an exchange that every rank had agreed to made no progress for " +
                     seconds(waited_s) +
@@ -203,7 +208,8 @@ void Engine::fail_everything(const FailurePtr& failure) {
   decisions_.clear();
 }
 
-// One step of stopping; true when nothing is left to do. Called by the coordination thread.
+// One step of stopping; true when nothing is left to do. Called by the coordination thread. What
+// was decided before the others heard of it is still carried out: they count on it.
 bool Engine::try_stop() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -211,18 +217,22 @@ bool Engine::try_stop() {
   }
   if (!stopping_now_) {
     stopping_now_ = true;
-    fail_everything(make_failure(ErrorKind::kUsage,
-                                 "bagua was shut down on this rank while the "
-                                 "request was in flight"));
     if (!ledger_) {
       channel_->send(0, text_message(MessageType::kBye));
-      return true;
+    } else {
+      left_[0] = true;
+      ledger_->leave(0);
     }
-    left_[0] = true;
-    ledger_->leave(0);
-    decide();
-    decisions_.clear();
+    while (turn(0)) {
+    }
   }
+  // Rank 0 coordinates until everyone has left; the others stay until it has answered.
+  const bool heard = ledger_ || left_[0] || failure();
+  if (heard && anything_open())
+    fail_everything(make_failure(ErrorKind::kUsage,
+                                 "bagua was shut down on this rank while the request was in "
+                                 "flight"));
+  if (!ledger_) return heard;
   return std::all_of(left_.begin(), left_.end(), [](bool left) { return left; });
 }
 

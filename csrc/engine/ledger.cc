@@ -192,8 +192,8 @@ void Ledger::settle_bits(int32_t set, int32_t id) {
   std::vector<int> gone;
   bool waiting = false;
   for (int m = 0; m < static_cast<int>(s.ranks.size()); ++m) {
-    if (s.bit(m, id)) continue;
     if (s.left[m]) gone.push_back(s.ranks[m]);
+    if (s.bit(m, id)) continue;
     waiting = waiting || !s.joined[m];
   }
   if (waiting && gone.empty()) return;
@@ -219,8 +219,8 @@ void Ledger::settle_pending(int32_t set, std::map<Key, Pending>::iterator it) {
   std::vector<int> gone;
   bool waiting = false;
   for (size_t m = 0; m < s.ranks.size(); ++m) {
-    if (pending.arrivals[m]) continue;
     if (s.left[m]) gone.push_back(s.ranks[m]);
+    if (pending.arrivals[m]) continue;
     waiting = waiting || !s.joined[m];
   }
   if (waiting && gone.empty()) return;
@@ -401,7 +401,7 @@ std::vector<Ledger::Stall> Ledger::stalls(double now_s, double age_s) const {
     const auto missing = [&, &ranks = s](auto&& has) {
       std::vector<int> result;
       for (int m = 0; m < static_cast<int>(ranks.ranks.size()); ++m)
-        if (!has(m)) result.push_back(ranks.ranks[m]);
+        if (!has(m) && !ranks.joined[static_cast<size_t>(m)]) result.push_back(ranks.ranks[m]);
       return result;
     };
     for (int32_t e = 0; e < static_cast<int32_t>(s.entries.size()); ++e) {
@@ -437,6 +437,13 @@ void Ledger::reject(const Stall& stall, const std::string& text) {
   s.entries[static_cast<size_t>(known->second)].open_since_s = 0;
 }
 
-bool Ledger::any_open() const { return !stalls(1e18, 0).empty(); }
+bool Ledger::any_open() const {
+  for (const auto& [id, s] : sets_) {
+    if (!s.pending.empty()) return true;
+    for (const Entry& entry : s.entries)
+      if (entry.open_since_s > 0) return true;
+  }
+  return false;
+}
 
 }  // namespace bagua

@@ -16,7 +16,7 @@ enum class MessageType : uint8_t {
   kPing,      // answered with kPong by any rank whose process runs
   kPong,
   kFault,  // a failure nobody survives: poison the engine with this text
-  kBye,    // I shut down on purpose
+  kBye,    // I shut down on purpose; rank 0 answers with it after its last decision
 };
 
 // Identifies a request across ranks: a name, or the position among the unnamed ones.

@@ -16,7 +16,7 @@ struct Finish {
 };
 
 // dst[i] = finish(op(srcs[0][i], srcs[1][i], ...)), in that order. 16-bit floats accumulate in
-// float, integers in a type at least twice as wide, so there is one rounding per result.
+// float and integers below 64 bits in a wider one, so there is one rounding per result.
 // dst may be one of the sources. Integers truncate toward zero after an average or a scale.
 void reduce(DType dtype, ReduceOp op, void* dst, const void* const* srcs, int nsrcs, int64_t count,
             Finish finish);

@@ -23,6 +23,9 @@ class Transport {
   // Makes progress; true once, when the message has left or arrived.
   virtual bool done(Ticket ticket) = 0;
 
+  // Lets messages that are done for us, but not yet for the peer, go on. Cheap.
+  virtual void progress() = 0;
+
   // After a failure: forget everything in flight; nothing else may be called afterwards. True when
   // the memory of messages in flight will not be touched any more.
   virtual bool abort() = 0;

@@ -1,0 +1,222 @@
+// Walks the table: every row that reduces, at every number of ranks, against an oracle that
+// simulates all ranks in one loop. A new row is tested as soon as it is there.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+
+#include "collective/jobs.h"
+#include "common/errors.h"
+
+namespace bagua {
+namespace {
+
+class Allreduces : public EveryCase {};
+INSTANTIATE_TEST_SUITE_P(Collectives, Allreduces, testing::ValuesIn(cases()), case_name);
+
+void check_allreduce(const Collective& row, Case c, ReduceOp op, int64_t count, Finish finish) {
+  std::vector<std::vector<char>> results(static_cast<size_t>(c.nranks));
+  std::atomic<bool> able{true};
+  with_jobs(c.nranks, c.dtype, [&](int rank, Job& job) {
+    auto& data = results[static_cast<size_t>(rank)];
+    data.resize(static_cast<size_t>(count) * job.item() + 2, 'g');  // a guard behind
+    for (int64_t i = 0; i < count; ++i) put(c.dtype, data.data(), i, small_number(rank, i));
+    job.op = op;
+    job.finish = finish;
+    job.data = data.data();
+    job.count = count;
+    if (!row.can(job)) {
+      able = false;
+      return;
+    }
+    row.run(job);
+  });
+  if (!able) return;
+  const auto& first = results[0];
+  for (const auto& result : results) {
+    ASSERT_EQ(result, first) << row.name << ": ranks differ in bits at count " << count;
+    ASSERT_EQ(result.back(), 'g');
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    std::vector<char> expected(sizeof(float));
+    const double x = oracle(op, c.nranks, i) / finish.divisor * finish.factor;
+    put(c.dtype, expected.data(), 0,
+        c.dtype == DType::kI32 ? std::trunc(x) : static_cast<float>(x));
+    ASSERT_EQ(get(c.dtype, first.data(), i), get(c.dtype, expected.data(), 0))
+        << row.name << " " << op_name(op) << " at " << i << " of " << count;
+  }
+}
+
+TEST_P(Allreduces, AllreduceIsRightAndEqualInBits) {
+  for (const Collective* row : rows_of(OpKind::kAllreduce)) {
+    for (const int64_t count : counts()) {
+      check_allreduce(*row, GetParam(), ReduceOp::kSum, count, {});
+      if (HasFatalFailure()) return;
+    }
+    for (const int64_t count : {int64_t{1}, int64_t{1000}}) {
+      check_allreduce(*row, GetParam(), ReduceOp::kMax, count, {});
+      check_allreduce(*row, GetParam(), ReduceOp::kAverage, count, {static_cast<double>(n()), 1});
+      check_allreduce(*row, GetParam(), ReduceOp::kSum, count, {1, 0.5});
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// Values whose sum depends on the order: whatever a row's order is, all ranks have its result.
+TEST_P(Allreduces, AllreduceOfAwkwardValuesIsEqualInBits) {
+  for (const Collective* row : rows_of(OpKind::kAllreduce)) {
+    for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kAdasum}) {
+      if (op == ReduceOp::kAdasum && !is_float(dtype())) continue;
+      std::vector<std::vector<char>> results(static_cast<size_t>(n()));
+      with_jobs(n(), dtype(), [&](int rank, Job& job) {
+        auto& data = results[static_cast<size_t>(rank)];
+        data.resize(3000 * job.item());
+        for (int64_t i = 0; i < 3000; ++i)
+          put(dtype(), data.data(), i,
+              std::sin(static_cast<double>(rank * 3001 + i)) * std::pow(10, i % 4));
+        if (is_float(dtype()) && rank == 0)
+          put(dtype(), data.data(), 7, op == ReduceOp::kAdasum ? 0 : INFINITY);
+        job.op = op;
+        job.finish.divisor = op == ReduceOp::kAverage ? n() : 1;
+        job.data = data.data();
+        job.count = 3000;
+        if (row->can(job)) {
+          row->run(job);
+        } else {
+          data.clear();
+        }
+      });
+      for (const auto& result : results)
+        ASSERT_EQ(result, results[0]) << row->name << " " << op_name(op);
+    }
+  }
+}
+
+// ---- single promises ---------------------------------------------------------------------------
+
+template <class T>
+std::vector<T> allreduced(const char* name, DType dtype, const std::vector<T>& of_rank, ReduceOp op,
+                          Finish finish) {
+  std::vector<T> results(of_rank.size());
+  with_jobs(static_cast<int>(of_rank.size()), dtype, [&](int rank, Job& job) {
+    T value = of_rank[static_cast<size_t>(rank)];
+    job.op = op;
+    job.finish = finish;
+    job.data = reinterpret_cast<char*>(&value);
+    job.count = 1;
+    choose_collective(OpKind::kAllreduce, job, name).run(job);
+    results[static_cast<size_t>(rank)] = value;
+  });
+  return results;
+}
+
+// Whichever row is asked for: one that cannot keep the promise is not taken.
+TEST(Allreduce, AverageOfNarrowIntegersIsExactInEveryRow) {
+  for (const Collective* row : rows_of(OpKind::kAllreduce))
+    EXPECT_EQ(
+        allreduced<int8_t>(row->name, DType::kI8, {120, 110, 100}, ReduceOp::kAverage, {3, 1}),
+        (std::vector<int8_t>{110, 110, 110}))
+        << row->name;
+}
+
+TEST(Allreduce, SixteenBitSumsRoundOnceInEveryRow) {
+  const std::vector<F16> values = {to_f16(2048), to_f16(1), to_f16(1), to_f16(1)};
+  for (const Collective* row : rows_of(OpKind::kAllreduce))
+    for (const F16 result : allreduced<F16>(row->name, DType::kF16, values, ReduceOp::kSum, {}))
+      EXPECT_EQ(to_float(result), 2052) << row->name;
+}
+
+TEST(Allreduce, NanReachesEveryRank) {
+  for (const Collective* row : rows_of(OpKind::kAllreduce))
+    for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax})
+      for (const float result : allreduced<float>(row->name, DType::kF32, {1, NAN, 2}, op, {}))
+        EXPECT_TRUE(std::isnan(result)) << row->name << " " << op_name(op);
+}
+
+TEST(Adasum, EqualVectorsStayAndOrthogonalOnesAdd) {
+  with_jobs(2, DType::kF32, [&](int rank, Job& job) {
+    std::vector<float> same = {1, 2, 3}, apart = {rank == 0 ? 2.0f : 0.0f, rank == 1 ? 3.0f : 0.0f};
+    job.op = ReduceOp::kAdasum;
+    job.data = reinterpret_cast<char*>(same.data());
+    job.count = 3;
+    adasum(job);
+    EXPECT_EQ(same, (std::vector<float>{1, 2, 3}));
+    job.data = reinterpret_cast<char*>(apart.data());
+    job.count = 2;
+    adasum(job);
+    EXPECT_EQ(apart, (std::vector<float>{2, 3}));
+  });
+}
+
+// The definition, applied in the order that adasum.cc describes.
+std::vector<double> adasum_oracle(std::vector<std::vector<double>> v) {
+  const auto merge = [](std::vector<double>& a, const std::vector<double>& b) {
+    double ab = 0, aa = 0, bb = 0;
+    for (size_t i = 0; i < a.size(); ++i) {
+      ab += a[i] * b[i];
+      aa += a[i] * a[i];
+      bb += b[i] * b[i];
+    }
+    for (size_t i = 0; i < a.size(); ++i)
+      a[i] = a[i] * (1 - ab / (2 * aa)) + b[i] * (1 - ab / (2 * bb));
+  };
+  size_t power = 1;
+  while (power * 2 <= v.size()) power *= 2;
+  for (size_t i = power; i < v.size(); ++i) merge(v[i - power], v[i]);
+  for (size_t distance = 1; distance < power; distance *= 2)
+    for (size_t i = 0; i < power; i += 2 * distance) merge(v[i], v[i + distance]);
+  return v[0];
+}
+
+TEST(Adasum, FollowsItsDefinition) {
+  for (int n = 1; n <= 7; ++n) {
+    std::vector<std::vector<double>> inputs;
+    for (int rank = 0; rank < n; ++rank) {
+      inputs.emplace_back(100);
+      for (size_t i = 0; i < 100; ++i)
+        inputs.back()[i] = std::sin(rank * 101.0 + static_cast<double>(i));
+    }
+    const std::vector<double> expected = adasum_oracle(inputs);
+    with_jobs(n, DType::kF64, [&](int rank, Job& job) {
+      std::vector<double> data = inputs[static_cast<size_t>(rank)];
+      job.op = ReduceOp::kAdasum;
+      job.data = reinterpret_cast<char*>(data.data());
+      job.count = 100;
+      adasum(job);
+      for (size_t i = 0; i < 100; ++i) EXPECT_NEAR(data[i], expected[i], 1e-12);
+    });
+  }
+}
+
+TEST(ChooseCollective, TakesWhatWasAskedForWhereItCan) {
+  with_jobs(1, DType::kF32, [](int, Job& job) {
+    job.count = 10;
+    for (const Collective* row : rows_of(OpKind::kAllreduce)) {
+      const Collective& chosen = choose_collective(OpKind::kAllreduce, job, row->name);
+      if (row->can(job)) {
+        EXPECT_STREQ(chosen.name, row->name);
+      }
+      EXPECT_TRUE(chosen.can(job));
+    }
+    job.op = ReduceOp::kAdasum;
+    EXPECT_STREQ(choose_collective(OpKind::kAllreduce, job, "ring").name, "adasum");
+    EXPECT_THROW(choose_collective(OpKind::kBarrier, job, "auto"), InternalError);
+  });
+}
+
+TEST(Slices, CoverEverythingOnceAndGiveTheRestToLowParts) {
+  for (int parts = 1; parts <= 7; ++parts)
+    for (int64_t total = 0; total <= 30; ++total) {
+      int64_t at = 0;
+      for (int i = 0; i < parts; ++i) {
+        const Slice slice = slice_of(total, parts, i);
+        EXPECT_EQ(slice.begin, at);
+        EXPECT_EQ(slice.count, total / parts + (i < total % parts ? 1 : 0));
+        at += slice.count;
+      }
+      EXPECT_EQ(at, total);
+    }
+}
+
+}  // namespace
+}  // namespace bagua
