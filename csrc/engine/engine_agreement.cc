@@ -114,6 +114,7 @@ void Engine::apply(const Decision& decision) {
   for (const auto& rejection : decision.rejections) {
     const auto& meant = rejection.ranks;
     if (std::find(meant.begin(), meant.end(), rank_) == meant.end()) continue;
+    if (stopping_now_) continue;  // it hears that it was this rank that left
     const auto known = set.by_name.find(rejection.key.name);
     const int32_t id = rejection.key.seq == 0 && known != set.by_name.end() ? known->second : -1;
     if (const RequestPtr request = take_open(set, id, rejection.key))

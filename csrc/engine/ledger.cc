@@ -239,8 +239,8 @@ void Ledger::settle_pending(int32_t set, std::map<Key, Pending>::iterator it) {
                                   : label_of(key, Description::decode(settled.descriptions[0]));
     decision(set).rejections.push_back(
         {key, ErrorKind::kPeer,
-         label + ": " + list_text(gone) +
-             " shut down and takes no part; did it return early or skip a step?",
+         label + ": cannot be completed without " + list_text(gone) +
+             ", already shut down; did it return early or skip a step?",
          s.arrived(settled)});
   }
   for (auto& [member, full] : settled.later) arrive(set, member, full, settled.since_s);

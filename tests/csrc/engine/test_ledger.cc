@@ -226,7 +226,7 @@ TEST(Ledger, MemberThatLeftFailsWhatNeedsIt) {
   ASSERT_EQ(d.rejections.size(), 2u);
   for (const auto& rejection : d.rejections) {
     EXPECT_EQ(rejection.kind, ErrorKind::kPeer);
-    EXPECT_HAS(rejection.text, "rank 1 ");
+    EXPECT_HAS(rejection.text, "rank 1");
     EXPECT_HAS(rejection.text, "shut down");
   }
   book.bit(2, x);  // and later
