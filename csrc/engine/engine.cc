@@ -13,6 +13,8 @@ namespace {
 constexpr int64_t kEagerNbytes = 4 << 20;
 // How long a small request waits for company if nobody waits for it.
 constexpr int kCompanyUs = 500;
+// A pause of this length between small requests means that no more are coming.
+constexpr double kPauseUs = 50;
 // How often a waiting engine looks at the clock: stalls and silent ranks.
 constexpr int kTickUs = 1000000;
 
@@ -71,7 +73,7 @@ std::vector<int> Engine::ranks_of(int32_t set) {
 HandlePtr Engine::submit(RequestPtr request, Urgency urgency) {
   const std::string problem = refuse(*request);
   HandlePtr handle = request->handle;
-  bool first;
+  bool first, wake;
   int64_t nbytes = 0;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -97,12 +99,16 @@ HandlePtr Engine::submit(RequestPtr request, Urgency urgency) {
     first = submissions_.empty();
     if (urgency == Urgency::kSoon) nbytes = submitted_nbytes_ += nbytes_of(request->description);
     submissions_.push_back(request);
+    urgent_ = urgent_ || !request->refusal.empty() || urgency == Urgency::kNow ||
+              nbytes >= kEagerNbytes || !config_.inline_drive;
+    wake = urgent_;
+    if (urgency == Urgency::kSoon) submitted_s_ = now_s();
   }
   const bool refused = !request->refusal.empty();
-  if (refused || urgency == Urgency::kNow || nbytes >= kEagerNbytes || !config_.inline_drive) {
+  if (wake) {
     channel_->wake();
-  } else if (first) {
-    channel_->wake_after(kCompanyUs);  // also when the caller meant to wait, but failed before
+  } else if (urgency == Urgency::kSoon && first) {
+    channel_->wake_after(kCompanyUs);
   }
   if (refused) throw UsageError(request->label() + ": " + request->refusal);
   return handle;
@@ -172,10 +178,17 @@ void Engine::coordinate() {
     driven_ = false;
     stopped_ = through;
     // The wake-up of what came after the last look was perhaps read by that look.
-    if (!submissions_.empty() || stopping_ != stopping) doze_us = 0;
+    if (due() || stopping_ != stopping) doze_us = 0;
     changed_.notify_all();
     if (through) return;
   }
+}
+
+// Whether what was submitted should be looked at now. While small requests still pour in and nobody
+// waits for them, the next ones are worth a moment: they may share an exchange. Under mutex_.
+bool Engine::due() {
+  if (submissions_.empty()) return false;
+  return urgent_ || stopping_ || waiting_ > 0 || now_s() - submitted_s_ > kPauseUs * 1e-6;
 }
 
 void Engine::drive(const Handle* until, double deadline_s) {

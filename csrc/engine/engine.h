@@ -102,6 +102,7 @@ class Engine {
 
   // engine.cc
   void coordinate();  // the coordination thread
+  bool due();
   void drive(const Handle* until, double deadline_s);
   bool turn(int timeout_us);
   void receive(int timeout_us);
@@ -166,6 +167,8 @@ class Engine {
   std::mutex mutex_;
   std::condition_variable changed_;      // a handle is done, or nobody drives
   std::vector<RequestPtr> submissions_;  // mutex_
+  bool urgent_ = false;                  // mutex_: among submissions_ is one that should go now
+  double submitted_s_ = 0;               // mutex_: time of the last that may wait for company
   int64_t submitted_nbytes_ = 0;         // mutex_
   std::map<int32_t, Door> doors_;        // mutex_
   bool driven_ = false;                  // mutex_

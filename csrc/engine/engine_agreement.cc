@@ -6,13 +6,21 @@
 #include "engine/engine.h"
 
 namespace bagua {
+namespace {
+constexpr int kAnotherLookUs = 200;  // at requests that still pour in
+}
 
 bool Engine::take_submissions() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (submissions_.empty()) return false;
+    if (!caller_drives_ && !due()) {
+      channel_->wake_after(kAnotherLookUs);
+      return false;
+    }
     taken_.swap(submissions_);
     submitted_nbytes_ = 0;
+    urgent_ = false;
   }
   for (const RequestPtr& request : taken_) report(sets_.at(request->set), request);
   taken_.clear();
