@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -69,6 +70,7 @@ class Gradients:
         )
         self._loose = Loose(self._plan, compression)
         self._grouping = _Grouping(num_groups, groups)
+        self._watched: list[torch.Tensor] = []  # what refresh saw last
         self._hooks: dict[torch.Tensor, Any] = {}
         self._slots: dict[torch.Tensor, Slot] = {}
         self._buckets: list[Bucket] = []
@@ -212,10 +214,13 @@ class Gradients:
 
     def refresh(self) -> None:
         """Notices parameters that were added, frozen or thawed since the last look."""
-        wanted = [p for group in self._optimizer.param_groups for p in group["params"]]
-        wanted = [p for p in wanted if p.requires_grad]
-        if len(wanted) == len(self._hooks) and all(p in self._hooks for p in wanted):
+        groups = self._optimizer.param_groups
+        wanted = [p for group in groups for p in group["params"] if p.requires_grad]
+        # Twice a step, so by identity: a tensor's hash takes longer than all the rest.
+        same = len(wanted) == len(self._watched) and all(map(operator.is_, wanted, self._watched))
+        if same:
             return
+        self._watched = wanted
         for param in set(self._hooks).difference(wanted):
             self._hooks.pop(param).remove()
             self._slots.pop(param, None)
