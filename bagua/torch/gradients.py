@@ -105,6 +105,12 @@ class Gradients:
             if bucket is None:
                 return
             if bucket.handle is not None:
+                if slot.param.grad is slot.view:
+                    raise UsageError(
+                        f"{slot.name} got a second contribution in one backward while the first "
+                        "was being exchanged in the same memory; use zero_grad(set_to_none=True) "
+                        "or checkpoint(..., use_reentrant=False)"
+                    )
                 bucket.stale = True  # a second contribution in one backward: launch once more
             elif bucket.ready(slot.index):
                 self._launched += 1

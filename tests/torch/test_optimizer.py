@@ -804,3 +804,25 @@ def test_a_rank_that_joins_early(everyone, hvd, never):
     if everyone.me != last or everyone.size == 1:
         assert_close(model, oracle)
     hvd.barrier()
+
+
+def test_a_late_contribution_to_memory_in_flight_is_refused(everyone, hvd):
+    """Autograd adds in place to zeroed gradients, behind the exchange's back."""
+    from torch.utils.checkpoint import checkpoint
+
+    def backward(layer):
+        rows = torch.ones(2, 6, requires_grad=True)
+        hidden = checkpoint(layer, rows, use_reentrant=True)
+        layer(hidden[:, :6]).square().mean().backward()
+
+    model = mlp()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.1))
+    backward(model[0])
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    with pytest.raises(hvd.UsageError, match="second contribution"):
+        backward(model[0])
+    optimizer.zero_grad()
+    backward(model[0])
+    optimizer.step()
+    assert_same_everywhere(hvd, model)
