@@ -278,7 +278,6 @@ PYBIND11_MODULE(_core, m) {
   // In a forked child the engine's thread does not exist: nobody may ever wait for it.
   m.def("abandon", [](std::shared_ptr<Engine> engine) { new std::shared_ptr<Engine>(engine); });
   m.def("build_info", build_info);
-  m.def("mpi_loaded", mpi_loaded);
   m.def("mpi_compiled", mpi_compiled);
 
   py::class_<SocketListener>(m, "Listener")

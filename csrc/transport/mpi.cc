@@ -117,12 +117,4 @@ std::string mpi_compiled() {
 #endif
 }
 
-std::string mpi_loaded() {
-  char text[MPI_MAX_LIBRARY_VERSION_STRING];
-  int length = 0;
-  check(MPI_Get_library_version(text, &length), "MPI_Get_library_version");
-  std::string version(text, length);
-  return version.substr(0, version.find_first_of("\n,"));
-}
-
 }  // namespace bagua

@@ -11,8 +11,7 @@ namespace bagua {
 // `communicator` points at an MPI_Comm; the caller keeps it alive and frees it.
 std::unique_ptr<Transport> connect_mpi(void* communicator);
 
-// The library this was compiled against, "Open MPI 5" say, and the one now loaded.
+// The library this was compiled against, "Open MPI 5" say.
 std::string mpi_compiled();
-std::string mpi_loaded();
 
 }  // namespace bagua
