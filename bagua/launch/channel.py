@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hmac
-import os
 import secrets
-import shutil
 import signal
 import socket
 import struct
-import tempfile
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,7 +20,6 @@ from bagua.launch import rank as rank_process
 INTERRUPT, TERMINATE, KILL = b"I", b"T", b"K"
 
 _SIOCGIFADDR = 0x8915
-_LONGEST_UNIX_PATH = 100
 
 
 @dataclass(frozen=True)
@@ -36,6 +33,7 @@ class Exit:
     stopped: bool = (
         False  # it was told to stop before it ended, so it is a victim rather than a cause
     )
+    peer: bool = False  # it said that it ended because of another rank: a victim too
     lost: bool = False  # its link broke: how it ended is not known
 
     @property
@@ -54,6 +52,7 @@ class Exit:
             how = f"was killed by signal {self.signal} ({signal_name(self.signal)})"
         else:
             how = f"exited with code {self.code}"
+        how += " because of another rank" if self.peer else ""
         return f"rank {self.rank} on host {self.host} {how}"
 
 
@@ -84,15 +83,8 @@ class Link:
         return self._complete() if data else None
 
     def _complete(self) -> Iterator[tuple[bytes, bytes]]:
-        header = rank_process.HEADER
-        while len(self._received) >= header.size:
-            kind, nbytes = header.unpack_from(self._received)
-            end = header.size + nbytes
-            if len(self._received) < end:
-                return
-            payload = bytes(self._received[header.size : end])
-            del self._received[:end]
-            yield kind, payload
+        while frame := rank_process.take_frame(self._received):
+            yield frame
 
     def greet(self, payload: bytes, token: str) -> bool:
         """Learn who is at the other end; False for somebody who does not know the token."""
@@ -103,38 +95,42 @@ class Link:
         return True
 
     def note_exit(self, payload: bytes) -> Exit:
-        how, number, stopped = payload.decode().split(" ")
+        how, number, stopped, peer = payload.decode().split(" ")
         code, signal_number = (0, int(number)) if how == "signal" else (int(number), 0)
-        self.exit = Exit(self.rank, self.host, code, signal_number, stopped=stopped == "1")
+        self.exit = Exit(
+            self.rank, self.host, code, signal_number, stopped=stopped == "1", peer=peer == "1"
+        )
         return self.exit
 
     def order(self, what: bytes) -> None:
         """Tell the rank to stop in one of the three ways; a link just broken needs no telling."""
+        self.send(what, b"")
+
+    def send(self, kind: bytes, payload: bytes) -> None:
         with contextlib.suppress(OSError):
-            self.sock.send(what)
+            self.sock.sendall(rank_process.frame(kind, payload))
 
 
 class Listener:
-    """Where ranks report: a Unix socket for this host alone, TCP once other hosts take part."""
+    """Where ranks report: a Unix socket for this host alone, TCP once other hosts take part.
+
+    Neither leaves a file behind, however bagua-run ends. Anybody on the host may connect to either;
+    the token is what makes a rank.
+    """
 
     def __init__(self, remote: bool, interfaces: str) -> None:
         self.token = secrets.token_hex(16)
-        self._folder = ""
-        if remote:
-            addresses = interface_addresses(interfaces)
-            self.sock = socket.create_server(("", 0), backlog=1024)
+        if not remote and sys.platform == "linux":
+            name = f"bagua-run-{secrets.token_hex(8)}"
+            self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.sock.bind(f"\0{name}")  # an abstract address: a name in the kernel, not a file
+            self.sock.listen(1024)
+            self.channel = f"unix:{name}"
+        else:
+            addresses = interface_addresses(interfaces) if remote else ["127.0.0.1"]
+            self.sock = socket.create_server(("" if remote else addresses[0], 0), backlog=1024)
             port = self.sock.getsockname()[1]
             self.channel = f"tcp:{port}:" + ",".join(addresses)
-        else:
-            self._folder = tempfile.mkdtemp(prefix="bagua-run-")
-            if len(self._folder) > _LONGEST_UNIX_PATH - len("/ranks"):
-                os.rmdir(self._folder)
-                self._folder = tempfile.mkdtemp(prefix="bagua-run-", dir="/tmp")
-            self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            path = os.path.join(self._folder, "ranks")
-            self.sock.bind(path)
-            self.sock.listen(1024)
-            self.channel = f"unix:{path}"
 
     @property
     def variables(self) -> dict[str, str]:
@@ -142,8 +138,6 @@ class Listener:
 
     def close(self) -> None:
         self.sock.close()
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def interface_addresses(interfaces: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 from bagua.common.config import Config, allowed, nearest, parse, variable
 from bagua.common.errors import UsageError
 from bagua.launch.config_file import read_flags
+from bagua.launch.familiar import NO_EFFECT, NOT_YET
 
 BINDINGS = ("none", "hwthread", "core", "socket", "numa")
 
@@ -22,67 +24,6 @@ _ALIASES = {
     "stall_warn_s": ("--stall-check-warning-time-seconds",),
     "stall_fail_s": ("--stall-check-shutdown-time-seconds",),
 }
-
-_EVENTS = "ranks wake each other by events, there is no cycle"
-_CACHE = "the cache costs nothing, is used by every operation and has no limit"
-_PICKED = "the collective is chosen by --allreduce"
-_MPI_ONLY = "ranks always find each other through MPI"
-
-# Accepted for existing command lines: flag, whether it takes a value, why it has no effect.
-_NO_EFFECT = (
-    ("--disable-cache", False, _CACHE),
-    ("--cache-capacity", True, _CACHE),
-    ("--cycle-time-ms", True, _EVENTS),
-    ("--hierarchical-allreduce", False, _PICKED),
-    ("--no-hierarchical-allreduce", False, _PICKED),
-    ("--hierarchical-allgather", False, _PICKED),
-    ("--no-hierarchical-allgather", False, _PICKED),
-    ("--gloo", False, _MPI_ONLY),
-    ("--mpi", False, ""),
-    ("--gloo-timeout-seconds", True, _MPI_ONLY),
-    ("--mpi-threads-disable", False, "MPI is asked for the threads the engine needs"),
-    ("--no-mpi-threads-disable", False, "MPI is asked for the threads the engine needs"),
-    ("--num-nccl-streams", True, "streams are chosen by the engine"),
-    (
-        "--thread-affinity",
-        True,
-        "the system places the engine's thread; see --bind-to",
-    ),
-    ("--no-autotune", False, ""),
-    ("--no-timeline-mark-cycles", False, ""),
-    ("--stall-check", False, ""),
-    ("--log-with-timestamp", False, "see --prefix-output-with-timestamp"),
-    ("--log-without-timestamp", False, "see --prefix-output-with-timestamp"),
-    ("--log-hide-timestamp", False, "see --prefix-output-with-timestamp"),
-)
-
-_ELASTIC = "a job has a fixed number of ranks; give it with -np"
-_TUNING = "set --fusion-mb, --bucket-mb and --allreduce by hand"
-_TIMELINE = "there is no timeline yet"
-
-# Refused rather than ignored: flag, whether it takes a value, what to do instead.
-_NOT_YET = (
-    ("--timeline-filename", True, _TIMELINE),
-    ("--timeline-mark-cycles", False, _TIMELINE),
-    ("--autotune", False, _TUNING),
-    ("--autotune-log-file", True, _TUNING),
-    ("--autotune-warmup-samples", True, _TUNING),
-    ("--autotune-steps-per-sample", True, _TUNING),
-    ("--autotune-bayes-opt-max-samples", True, _TUNING),
-    ("--autotune-gaussian-process-noise", True, _TUNING),
-    ("--min-np", True, _ELASTIC),
-    ("--min-num-proc", True, _ELASTIC),
-    ("--max-np", True, _ELASTIC),
-    ("--max-num-proc", True, _ELASTIC),
-    ("--slots-per-host", True, _ELASTIC),
-    ("--slots", True, _ELASTIC),
-    ("--elastic-timeout", True, _ELASTIC),
-    ("--reset-limit", True, _ELASTIC),
-    ("--blacklist-cooldown-range", True, _ELASTIC),
-    ("--host-discovery-script", True, "name the hosts with -H or --hostfile"),
-    ("--jsrun", False, "only mpirun is driven; name yours with --mpirun"),
-    ("--tcp", False, "on Open MPI --mpi-args='--mca pml ob1 --mca btl self,sm,tcp' does it"),
-)
 
 
 @dataclass
@@ -115,14 +56,17 @@ def parse_command_line(arguments: Sequence[str]) -> Options:
     """Flags up to the program, or to `--`; those of --config-file come first: the line wins."""
     parser, takes_value = _parser()
     flags, command = _split(arguments, takes_value)
+    options = Options(command=command)
     for flag in flags:
         if flag.startswith("--config-file="):
             path = flag.partition("=")[2]
             more, rest = _split(read_flags(path, list(takes_value)), takes_value)
             if rest:
                 raise UsageError(f"--config-file {path}: {rest[0]!r} is a value too many")
-            flags = more + flags
-    options = Options(command=command)
+            try:
+                parser.parse_args(more, namespace=options)
+            except UsageError as error:
+                raise UsageError(f"--config-file {path}: {error}") from None
     parser.parse_args(flags, namespace=options)
     return options
 
@@ -135,8 +79,9 @@ def _split(arguments: Sequence[str], takes_value: dict[str, bool]) -> tuple[list
         word = arguments[position]
         if word == "--":
             return flags, list(arguments[position + 1 :])
-        if not word.startswith("-"):
+        if not word.startswith("-") or word == "-m":  # `-m module` is a program: python -m module
             break
+        word = re.sub(r"^-(np?)(\d+)$", r"-\1=\2", word)
         name, equals, _ = word.partition("=")
         if name not in takes_value:
             raise UsageError(f"unknown flag {name}{nearest(name, takes_value)}")
@@ -159,7 +104,7 @@ class _Setting(argparse.Action):
     """Stores a setting as text, checked."""
 
     def __call__(self, parser: Any, namespace: Any, value: Any, flag: str | None = None) -> None:
-        text = self.const if self.nargs == 0 else value
+        text = self.const if value is None or self.nargs == 0 else value
         if self.dest == "log_level" and text.lower() == "fatal":
             text = "error"
         parse(self.dest, text, f"flag {flag}")
@@ -183,8 +128,10 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, bool]]:
         prog="bagua-run",
         usage="bagua-run [flags] [--] program [arguments]",
         description="Start a program on every rank, show what they print and end them together.",
-        epilog="A script given as script.py is run with this Python. On every host Python, the"
-        " program and the files it needs must lie where they lie here.",
+        epilog="A script given as script.py is run with this Python, and so is -m package.module."
+        " On every host Python, the program and the files it needs must lie where they lie here."
+        " Rank 0 reads bagua-run's standard input unless that is a terminal; the other ranks read"
+        " /dev/null. Where OMP_NUM_THREADS is not set, a rank gets its share of its host's cores.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
@@ -192,7 +139,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, bool]]:
     _add_output_flags(parser.add_argument_group("output"))
     _add_mpi_flags(parser.add_argument_group("hosts and MPI"))
     _add_settings(parser.add_argument_group("settings (also keywords of bagua.init)"))
-    for rows, action in ((_NO_EFFECT, _NoEffect), (_NOT_YET, _NotYet)):
+    for rows, action in ((NO_EFFECT, _NoEffect), (NOT_YET, _NotYet)):
         for flag, has_value, why in rows:
             parser.add_argument(
                 flag,
@@ -202,13 +149,18 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, bool]]:
                 help=argparse.SUPPRESS,
             )
     takes_value = {
-        name: action.nargs != 0 for action in parser._actions for name in action.option_strings
+        name: action.nargs not in (0, "?")  # a switch, and one that may be told =false
+        for action in parser._actions
+        for name in action.option_strings
     }
     return parser, takes_value
 
 
 def _add_job_flags(group: Any) -> None:
-    group.add_argument("-np", "--num-proc", type=_count, metavar="N", help="number of ranks")
+    group.add_argument(
+        "-np", "-n", "--np", "--num-proc",
+        dest="num_proc", type=_count, metavar="N", help="number of ranks",
+    )  # fmt: skip
     group.add_argument(
         "-x",
         dest="environment",
@@ -281,17 +233,14 @@ def _add_settings(group: Any) -> None:
         aliases = _ALIASES.get(setting.name, ())
         if isinstance(setting.default, bool):
             group.add_argument(
-                name, action=_Setting, dest=setting.name, nargs=0, const="true", help=help
-            )
+                name, action=_Setting, dest=setting.name, nargs="?", const="true",
+                metavar="=false", help=help,
+            )  # fmt: skip
             no = name.replace("--", "--no-", 1)
             group.add_argument(
-                no,
-                action=_Setting,
-                dest=setting.name,
-                nargs=0,
-                const="false",
-                help=argparse.SUPPRESS,
-            )
+                no, action=_Setting, dest=setting.name, nargs=0, const="false",
+                help=f"same as {name}=false",
+            )  # fmt: skip
         else:
             metavar = "N" if isinstance(setting.default, float) else "TEXT"
             group.add_argument(

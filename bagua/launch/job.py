@@ -7,19 +7,22 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from typing import IO
 
 from bagua.launch.channel import INTERRUPT, KILL, TERMINATE, Exit, Link, Listener, signal_name
+from bagua.launch.input import Input
 from bagua.launch.output import MPIRUN, STDERR, STDOUT, Output, Screen, say
 from bagua.launch.plan import Plan
+from bagua.launch.verdict import Verdict
 
 _TICK_S = 0.05
 # Ranks that were told to stop take at most ten seconds (see rank.py); mpirun then has to leave too.
 _STOP_S = 12.0
 _KILL_S = 3.0
 _LEAVE_S = 5.0
+# Once a rank has ended because of another one, that one has so long to show itself.
+_GRACE_S = 3.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -38,11 +41,13 @@ class Job:
         self._start_timeout_s = start_timeout_s
         self._listener = Listener(plan.remote, interfaces)
         self._selector = selectors.DefaultSelector()
+        self._input = Input(self._selector)
         self._links: list[Link] = []
         self._exits: dict[int, Exit] = {}  # in the order in which the ranks ended
         self._signals: list[int] = []
         self._order: bytes | None = None  # the latest order to stop, for ranks that report late too
         self._escalation: list[tuple[float, int]] = []  # (when, signal) for mpirun, soonest first
+        self._grace_ends = float("inf")
         self._trouble = ""  # why the job was ended other than by a rank or a signal
         self._mpirun_said: list[bytes] = []
 
@@ -84,8 +89,7 @@ class Job:
         self._mpirun = subprocess.Popen(
             self._plan.command,
             env=environment,
-            # In a session of its own it cannot read this terminal and would be stopped for trying.
-            stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
+            stdin=subprocess.DEVNULL,  # rank 0 gets ours over its link
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for us, who tell the ranks in good order
@@ -107,12 +111,14 @@ class Job:
             now = time.monotonic()
             ended = self._mpirun.poll() is not None
             ended_at = min(ended_at, now) if ended else ended_at
-            busy = waiting or ended or self._escalation or self._start_deadline < float("inf")
+            deadline = min(self._start_deadline, self._grace_ends)
+            busy = waiting or ended or self._escalation or deadline < float("inf")
             events = self._selector.select(_TICK_S if busy else None)
             for key, _ in events:
                 key.data(key.fileobj)
             waiting = self._output.show_waiting()
             self._check_start()
+            self._check_grace()
             self._escalate()
             if ended and not events and (not self._open_links() or now - ended_at > _KILL_S):
                 return
@@ -147,6 +153,8 @@ class Job:
                 return
             elif kind == b"X":
                 self._note(link.note_exit(payload))
+            elif kind == b"R":
+                self._input.asked(link)
             else:
                 self._output.feed(link.rank, STDOUT if kind == b"O" else STDERR, payload)
 
@@ -158,12 +166,16 @@ class Job:
     def _note(self, exit: Exit) -> None:
         self._exits[exit.rank] = exit
         if exit.failed and not self._fault_tolerant and self._order is None:
-            self._stop(TERMINATE)
+            if exit.peer:
+                self._grace_ends = min(self._grace_ends, time.monotonic() + _GRACE_S)
+            else:
+                self._stop(TERMINATE)
         if len(self._exits) == self._plan.rank_count:
             self._end_mpirun(_LEAVE_S)  # after a death it sometimes waits for ever
         # Its wrapper leaves when its link closes. After a failure it stays until all ranks are
         # down: mpirun kills the others, and not their children, once it sees a failed process.
-        if self._order is None or not self._open_links():
+        going_on = self._order is None and self._grace_ends == float("inf")
+        if going_on or not self._open_links():
             for link in self._links:
                 if link.exit is not None:
                     self._drop(link)
@@ -223,6 +235,12 @@ class Job:
             )
             self._stop(KILL)
 
+    def _check_grace(self) -> None:
+        if time.monotonic() > self._grace_ends:
+            self._grace_ends = float("inf")
+            if self._order is None:
+                self._stop(TERMINATE)
+
     def _signal_mpirun(self, number: int) -> None:
         if self._mpirun.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -243,7 +261,6 @@ class Job:
 
     def _verdict(self) -> int:
         """Say what became of the job, last of all."""
-        failures = [exit for exit in self._exits.values() if exit.failed]
         screen = self._screens[STDERR]
         if self._trouble:
             say(screen, f"bagua-run: {self._trouble}")
@@ -251,42 +268,11 @@ class Job:
         if self._signals:
             say(screen, f"bagua-run: stopped by {signal_name(self._signals[0])}")
             return 128 + self._signals[0]
-        if failures:
-            # What stopped by itself was first; ranks that were told to stop only followed.
-            first = min(failures, key=lambda exit: exit.stopped)
-            if first.stopped:
-                return self._ended_by_mpirun() or first.shell_code
-            if first.lost:
-                self._show_mpirun()
-            self._output.show_tail(first.rank)
-            say(screen, f"bagua-run: {first}")
-            if not self._survived(first):
-                return first.shell_code
-            say(screen, "bagua-run: the surviving ranks went on and ended well")
-            return 0
-        return self._ended_by_mpirun()
-
-    def _ended_by_mpirun(self) -> int:
-        """No rank failed by itself: if mpirun did, it has said why."""
-        code = self._mpirun.returncode
-        if code == 0:
-            return 0
-        self._show_mpirun()
-        how = f"code {code}" if code > 0 else f"signal {-code} ({signal_name(-code)})"
-        early = [str(exit.rank) for exit in self._exits.values() if not exit.failed]
-        left = f" after rank {', '.join(early)} had exited with code 0" if early else ""
-        say(self._screens[STDERR], f"bagua-run: mpirun ended the job with {how}{left}")
-        return code if code > 0 else 128 - code
-
-    def _show_mpirun(self) -> None:
-        for data in self._mpirun_said:
-            self._output.feed(MPIRUN, STDERR, data)
-        self._output.end()
-
-    def _survived(self, first: Exit) -> bool:
-        """Whether a fault-tolerant job outlived its first failure and the rest ended well."""
-        if not self._fault_tolerant:
-            return False
-        others = [exit for exit in self._exits.values() if exit is not first]
-        survivors = [exit for exit in others if not exit.signal and not exit.lost]
-        return bool(survivors) and not any(exit.failed for exit in survivors)
+        return Verdict(
+            list(self._exits.values()),
+            self._output,
+            screen,
+            mpirun_code=self._mpirun.returncode,
+            mpirun_said=self._mpirun_said,
+            fault_tolerant=self._fault_tolerant,
+        ).speak()

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import collections
 import os
+import re
 import select
+import shutil
 import time
 from dataclasses import dataclass, field
 from typing import BinaryIO, Callable
@@ -147,6 +149,8 @@ class Output:
         self._streams: dict[tuple[int, str], Stream] = {}
         self._tails: dict[int, collections.deque[bytes]] = {}
         self._latest: collections.deque[int] = collections.deque(maxlen=TAIL_LINES)
+        if folder:
+            _prepare(folder, rank_count)
 
     def feed(self, rank: int, name: str, data: bytes) -> None:
         self._stream(rank, name).feed(data)
@@ -195,9 +199,7 @@ class Output:
     def _open_copy(self, rank: int, name: str) -> BinaryIO | None:
         if not self._folder or rank == MPIRUN:
             return None
-        folder = os.path.join(self._folder, f"rank.{rank}")
-        os.makedirs(folder, exist_ok=True)
-        return open(os.path.join(folder, name), "wb")
+        return open(os.path.join(self._folder, f"rank.{rank}", name), "wb")
 
     def _prefix(self, rank: int, screen: Screen) -> Callable[[], bytes]:
         mark = "[mpirun]" if rank == MPIRUN else f"[{rank}]".ljust(self._width)
@@ -206,6 +208,29 @@ class Output:
         if not self._timestamp:
             return lambda: f"{mark} ".encode()
         return lambda: f"{_now()} {mark} ".encode()
+
+
+def _prepare(folder: str, rank_count: int) -> None:
+    """Empty files for every rank of this run, and none of an earlier, larger one."""
+    with os.scandir(folder) as entries:
+        for entry in list(entries):
+            number = re.fullmatch(r"rank\.(0|[1-9]\d*)", entry.name)
+            if number and int(number[1]) >= rank_count and _is_ours(entry):
+                shutil.rmtree(entry.path)
+    for rank in range(rank_count):
+        own = os.path.join(folder, f"rank.{rank}")
+        os.makedirs(own, exist_ok=True)
+        for name in (STDOUT, STDERR):
+            open(os.path.join(own, name), "wb").close()
+
+
+def _is_ours(folder: os.DirEntry[str]) -> bool:
+    """Whether a folder holds what `Output` writes and nothing else."""
+    if not folder.is_dir(follow_symlinks=False):
+        return False
+    with os.scandir(folder.path) as entries:
+        files = {e.name: e.is_file(follow_symlinks=False) for e in entries}
+    return bool(files) and files.keys() <= {STDOUT, STDERR} and all(files.values())
 
 
 def say(screen: Screen, text: str) -> None:

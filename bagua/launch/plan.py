@@ -164,6 +164,10 @@ def _program(command: list[str], check: bool) -> list[str]:
             "what shall run? Give a program after the flags: bagua-run -np 2 python train.py"
         )
     program = command[0]
+    if program == "-m":
+        if len(command) == 1:
+            raise UsageError("flag -m needs the name of a module, as in python -m package.module")
+        return [sys.executable, *command]
     if not check:
         return command
     path = Path(program)
@@ -173,7 +177,7 @@ def _program(command: list[str], check: bool) -> list[str]:
         if "/" not in program or not os.access(program, os.X_OK):
             return [sys.executable, *command]
     if shutil.which(program) is None:
-        raise UsageError(_why_not(path))
+        raise UsageError(_why_not(program))
     if (
         len(command) > 1
         and re.fullmatch(r"(.*/)?python[0-9.]*", program)
@@ -183,15 +187,17 @@ def _program(command: list[str], check: bool) -> list[str]:
     return command
 
 
-def _why_not(path: Path) -> str:
+def _why_not(program: str) -> str:
+    path = Path(program)
     if path.is_dir():
-        return f"{path} is a folder, not a program"
+        return f"{program} is a folder, not a program"
     if path.is_file():
-        remedy = (
-            f"chmod +x {shlex.quote(str(path))}" if path.parent != Path(".") else f"write ./{path}"
-        )
+        mode = "" if os.access(path, os.X_OK) else f"chmod +x {shlex.quote(program)}"
+        # Without a slash it is looked for on PATH alone.
+        place = "" if "/" in program else f"write ./{program}"
+        remedy = " and ".join(filter(None, (mode, place)))
         return (
-            f"{path} is a file but not a program that can be run; {remedy},"
+            f"{program} is a file but not a program that can be run; {remedy},"
             " or name the interpreter before it"
         )
     if path.name.startswith("python"):

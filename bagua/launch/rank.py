@@ -1,19 +1,27 @@
 """Stands between mpirun and the program on every rank: relays output, leaves no process behind.
 
 Run by path as `python -IS rank.py [--fault-tolerant] COMMAND…`, so that it starts in a few
-milliseconds on the standard library alone. Without bagua-run's variables (a command copied from
---dry-run) it simply becomes the command.
+milliseconds on the standard library alone; therefore it is all in one file. Without bagua-run's
+variables (a command copied from --dry-run) it simply becomes the command.
 
 The link to bagua-run carries frames of a one-byte kind, a four-byte length and the payload:
-hello `H token rank host pid`, output `O` and `E`, and at the end `X code|signal number stopped`.
-Back come single bytes: I (interrupt), T (terminate) and K (kill). A closed link means that
-bagua-run has gone.
+hello `H token rank host pid`, output `O` and `E`, and at the end `X code|signal number stopped
+peer`. Back come orders without a payload: I (interrupt), T (terminate) and K (kill). A closed link
+means that bagua-run has gone.
+
+Standard input is rank 0's alone, the others read /dev/null. Rank 0's wrapper asks for a piece with
+`R` and gets it in `S` (an empty one is the end); it asks for the next once the program has taken
+this one, so that at most one piece is on its way and no order ever waits behind input.
+
+A program that ends because of another rank writes `peer` into the descriptor that
+BAGUA_RUN_VERDICT_FD numbers, and is then not taken for the culprit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import selectors
 import signal
@@ -21,10 +29,12 @@ import socket
 import struct
 import sys
 import time
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 CHANNEL = "BAGUA_RUN_CHANNEL"
 TOKEN = "BAGUA_RUN_TOKEN"
+VERDICT_FD = "BAGUA_RUN_VERDICT_FD"
+THREADS = "OMP_NUM_THREADS"
 FAULT_TOLERANT = "--fault-tolerant"
 HEADER = struct.Struct("!cI")
 CHUNK = 1 << 16
@@ -35,9 +45,13 @@ CONNECT_TIMEOUT_S = 10.0
 INTERRUPT_S = 5.0
 TERMINATE_S = 3.0
 MPIRUN_TERMINATE_S = 0.6
-LEAVE_S = 10.0
+LEAVE_S = 15.0
 
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+# Beyond what programs have open: one that is started without the descriptor (Python's subprocess
+# closes it) must not find a file of its own under the number.
+_VERDICT_FD_FROM = 200
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -46,13 +60,14 @@ def main(argv: list[str]) -> NoReturn:
     fault_tolerant = argv[:1] == [FAULT_TOLERANT]
     command = argv[1:] if fault_tolerant else argv
     channel, token = os.environ.pop(CHANNEL, ""), os.environ.pop(TOKEN, "")
+    _share_cores()
     if not channel:
         _become(command)
     rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
     link = _connect(channel, rank)
     hello = f"{token} {rank} {socket.gethostname()} {os.getpid()}"
-    link.sendall(_frame(b"H", hello.encode()))
-    status = Relay(link, command).run()
+    link.sendall(frame(b"H", hello.encode()))
+    status = Relay(link, command, has_input=rank == "0").run()
     if fault_tolerant and status != 0:
         # Open MPI tells survivors of a rank that died by a signal, not of one that exited.
         os.kill(os.getpid(), signal.SIGKILL)
@@ -60,10 +75,12 @@ def main(argv: list[str]) -> NoReturn:
 
 
 class Relay:
-    """The program, its two pipes and the link, until the program has ended."""
+    """The program, its pipes and the link, until the program has ended."""
 
-    def __init__(self, link: socket.socket, command: list[str]) -> None:
+    def __init__(self, link: socket.socket, command: list[str], has_input: bool) -> None:
         self._link: socket.socket | None = link
+        self._received = bytearray()
+        self._input = b""  # for the program, which has not taken it yet
         self._status: int | None = None
         self._stopped = False
         self._stopped_by_mpirun = False
@@ -77,10 +94,16 @@ class Relay:
         _prctl(
             _PR_SET_CHILD_SUBREAPER, 1
         )  # orphaned grandchildren become ours, to be found and killed
-        self._child, pipes = _spawn(command)
-        for fd, kind in ((pipes[0], b"O"), (pipes[1], b"E"), (self._wake, b"W")):
+        self._program = _spawn(command, has_input)
+        for fd, kind in (
+            (self._program.out, b"O"),
+            (self._program.err, b"E"),
+            (self._wake, b"W"),
+            (link.fileno(), b"L"),
+        ):
             self._selector.register(fd, selectors.EVENT_READ, kind)
-        self._selector.register(link, selectors.EVENT_READ, b"L")
+        if has_input:
+            self._send(b"R", b"")
 
     def run(self) -> int:
         """Relay until the program has ended, report how, and return its wait status."""
@@ -92,7 +115,8 @@ class Relay:
         how, number = "code", os.WEXITSTATUS(self._status)
         if os.WIFSIGNALED(self._status):
             how, number = "signal", os.WTERMSIG(self._status)
-        self._send(b"X", f"{how} {number} {int(self._stopped)}".encode())
+        peer = _read_verdict(self._program.verdict)
+        self._send(b"X", f"{how} {number} {int(self._stopped)} {int(peer)}".encode())
         # bagua-run closes the link once the others are down too: were we to leave now, mpirun
         # would kill them without mercy for their children.
         deadline = time.monotonic() + LEAVE_S
@@ -108,6 +132,9 @@ class Relay:
                 self._on_signals(os.read(key.fd, 512))
             elif key.data == b"L":
                 self._on_link()
+            elif key.data == b"I":
+                self._selector.unregister(key.fd)
+                self._feed()
             else:
                 self._relay(key.fd, key.data)
 
@@ -123,28 +150,56 @@ class Relay:
     def _send(self, kind: bytes, payload: bytes) -> None:
         try:
             if self._link is not None:
-                self._link.sendall(_frame(kind, payload))
+                self._link.sendall(frame(kind, payload))
         except OSError:
             self._lose_link()
 
     def _on_link(self) -> None:
-        assert self._link is not None
+        if self._link is None:  # lost a moment ago, in sending
+            return
         try:
-            orders = self._link.recv(64)
+            data = self._link.recv(CHUNK)
         except OSError:
-            orders = b""
-        if not orders:
+            data = b""
+        if not data:
             self._lose_link()
-        elif self._status is None:
-            order = orders[-1:]
-            now, self._stopped = time.monotonic(), True
-            interrupt = [(now, signal.SIGINT), (now + INTERRUPT_S, signal.SIGTERM)]
-            terminate = [(now, signal.SIGTERM), (now + TERMINATE_S, signal.SIGKILL)]
-            steps = {
-                b"I": [*interrupt, (now + INTERRUPT_S + TERMINATE_S, signal.SIGKILL)],
-                b"T": terminate,
-            }
-            self._escalation = list(steps.get(order, [(now, signal.SIGKILL)]))
+            return
+        self._received += data
+        while frame := take_frame(self._received):
+            if self._status is not None:
+                continue
+            if frame[0] == b"S":
+                self._input = frame[1]
+                self._feed()
+            else:
+                self._obey(frame[0])
+
+    def _obey(self, order: bytes) -> None:
+        now, self._stopped = time.monotonic(), True
+        interrupt = [(now, signal.SIGINT), (now + INTERRUPT_S, signal.SIGTERM)]
+        terminate = [(now, signal.SIGTERM), (now + TERMINATE_S, signal.SIGKILL)]
+        steps = {
+            b"I": [*interrupt, (now + INTERRUPT_S + TERMINATE_S, signal.SIGKILL)],
+            b"T": terminate,
+        }
+        self._escalation = list(steps.get(order, [(now, signal.SIGKILL)]))
+
+    def _feed(self) -> None:
+        """Give the program what it takes of the piece; ask for the next when it has it all."""
+        fd = self._program.input
+        try:
+            if not self._input:
+                os.close(fd)
+                return
+            self._input = self._input[os.write(fd, self._input) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:  # the program reads no more, and is asked no more
+            return
+        if self._input:
+            self._selector.register(fd, selectors.EVENT_WRITE, b"I")
+        else:
+            self._send(b"R", b"")
 
     def _lose_link(self) -> None:
         """bagua-run has closed the link: if the program still runs, nobody is left to want it."""
@@ -169,7 +224,7 @@ class Relay:
                 return
             if pid == 0:
                 return
-            if pid == self._child:
+            if pid == self._program.pid:
                 self._status = status
 
     def _seconds_to_escalation(self) -> float | None:
@@ -184,8 +239,8 @@ class Relay:
                 self._kill_descendants()
                 continue
             try:
-                os.killpg(self._child, number)
-                os.killpg(self._child, signal.SIGCONT)  # a stopped program could not hear it
+                os.killpg(self._program.pid, number)
+                os.killpg(self._program.pid, signal.SIGCONT)  # a stopped program could not hear it
             except ProcessLookupError:
                 pass
 
@@ -214,18 +269,48 @@ class Relay:
                     self._selector.unregister(key.fd)
 
 
-def _frame(kind: bytes, payload: bytes) -> bytes:
+def frame(kind: bytes, payload: bytes) -> bytes:
     return HEADER.pack(kind, len(payload)) + payload
 
 
+def take_frame(received: bytearray) -> tuple[bytes, bytes] | None:
+    """Take the first frame out of what was received, if it is there as a whole."""
+    if len(received) < HEADER.size:
+        return None
+    kind, nbytes = HEADER.unpack_from(received)
+    end = HEADER.size + nbytes
+    if len(received) < end:
+        return None
+    payload = bytes(received[HEADER.size : end])
+    del received[:end]
+    return kind, payload
+
+
+def _share_cores() -> None:
+    """The program's share of the cores as its number of threads, unless it has been told one.
+
+    Libraries see a machine's cores or what mpirun binds to, and not how many ranks share them:
+    left alone they start too many threads or just one.
+    """
+    local_size = next((os.environ[n] for n in _LOCAL_SIZE_VARIABLES if n in os.environ), "")
+    if THREADS not in os.environ and local_size.isdigit() and hasattr(os, "sched_getaffinity"):
+        share = len(os.sched_getaffinity(0)) // max(1, int(local_size))
+        os.environ[THREADS] = str(max(1, share))
+
+
 def _connect(channel: str, rank: str) -> socket.socket:
-    """The link to bagua-run: `unix:PATH`, or `tcp:PORT:ADDRESS,ADDRESS…`, tried in turn."""
+    """The link to bagua-run: `unix:NAME`, an abstract one, or `tcp:PORT:ADDRESS,ADDRESS…`.
+
+    The addresses are tried in turn.
+    """
     kind, _, where = channel.partition(":")
     reason: OSError | None = None
     port, _, addresses = where.partition(":")
     family = socket.AF_UNIX if kind == "unix" else socket.AF_INET
     targets = (
-        [where] if kind == "unix" else [(address, int(port)) for address in addresses.split(",")]
+        [f"\0{where}"]
+        if kind == "unix"
+        else [(address, int(port)) for address in addresses.split(",")]
     )
     for target in targets:
         link = socket.socket(family, socket.SOCK_STREAM)
@@ -244,23 +329,58 @@ def _connect(channel: str, rank: str) -> socket.socket:
     )
 
 
-def _spawn(command: list[str]) -> tuple[int, tuple[int, int]]:
-    """The program in a process group of its own, and the pipes it writes to."""
+class _Program(NamedTuple):
+    """The program's process and this end of its pipes."""
+
+    pid: int
+    out: int
+    err: int
+    verdict: int
+    input: int  # -1 where the program reads /dev/null
+
+
+def _spawn(command: list[str], has_input: bool) -> _Program:
+    """The program in a process group of its own, and the pipes between it and this process."""
     out_read, out_write = os.pipe()
     err_read, err_write = os.pipe()
+    verdict_read, verdict_write = os.pipe()
+    if has_input:
+        input_read, input_write = os.pipe()
+        os.set_blocking(input_write, False)
+    else:
+        input_read, input_write = os.open(os.devnull, os.O_RDONLY), -1
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.dup2(input_read, 0)
         os.dup2(out_write, 1)
         os.dup2(err_write, 2)
+        os.environ[VERDICT_FD] = str(_inheritable(verdict_write))
         _become(command)
     with contextlib.suppress(OSError):
         os.setpgid(child, child)  # here too: whichever process comes first
-    os.close(out_write)
-    os.close(err_write)
-    return child, (out_read, err_read)
+    for fd in (input_read, out_write, err_write, verdict_write):
+        os.close(fd)
+    return _Program(child, out_read, err_read, verdict_read, input_write)
+
+
+def _inheritable(fd: int) -> int:
+    """A copy of the descriptor that outlives exec, under a number nothing else has."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD, _VERDICT_FD_FROM)
+    except OSError:  # the limit of open files is lower than that
+        return fcntl.fcntl(fd, fcntl.F_DUPFD, 3)
+
+
+def _read_verdict(fd: int) -> bool:
+    """Whether the program, now ended, said that it ends because of another rank."""
+    os.set_blocking(fd, False)
+    try:
+        return os.read(fd, 64).startswith(b"peer")
+    except BlockingIOError:  # something it started, out of our reach, still holds the other end
+        return False
 
 
 def _become(command: list[str]) -> NoReturn:

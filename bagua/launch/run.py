@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ from bagua.launch.check_build import report
 from bagua.launch.flags import Options, parse_command_line
 from bagua.launch.flavour import detect, find_mpirun
 from bagua.launch.job import Job
-from bagua.launch.output import Output, standard_screens
+from bagua.launch.output import Output, Screen, standard_screens
 from bagua.launch.plan import make_plan
 from bagua.version import __version__
 
@@ -26,6 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"bagua-run: {error}", file=sys.stderr)
         return USAGE_CODE
+    except BrokenPipeError:  # whoever read what we print has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _run(options: Options) -> int:
@@ -52,12 +56,7 @@ def _run(options: Options) -> int:
     screens = standard_screens()
     job = Job(
         plan,
-        Output(
-            plan.rank_count,
-            screens,
-            timestamp=options.prefix_timestamp,
-            folder=_output_folder(options.output_filename),
-        ),
+        _output(options, plan.rank_count, screens),
         screens,
         fault_tolerant=options.fault_tolerant,
         verbose=options.verbose,
@@ -67,10 +66,11 @@ def _run(options: Options) -> int:
     return job.run()
 
 
-def _output_folder(path: str) -> str:
+def _output(options: Options, rank_count: int, screens: dict[str, Screen]) -> Output:
+    folder = options.output_filename
     try:
-        if path:
-            os.makedirs(path, exist_ok=True)
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+        return Output(rank_count, screens, timestamp=options.prefix_timestamp, folder=folder)
     except OSError as error:
-        raise UsageError(f"--output-filename {path}: {error.strerror}") from None
-    return path
+        raise UsageError(f"--output-filename {folder}: {error.strerror}") from None

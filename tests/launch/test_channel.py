@@ -8,7 +8,7 @@ import pytest
 
 from bagua.common.errors import UsageError
 from bagua.launch import rank
-from bagua.launch.channel import TERMINATE, Exit, Link, Listener, interface_addresses
+from bagua.launch.channel import KILL, TERMINATE, Exit, Link, Listener, interface_addresses
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def wrapped(listener, program, **variables):
     """A wrapper as mpirun would start it on another host, and its link."""
     process = subprocess.Popen(
         [sys.executable, "-IS", rank.__file__, sys.executable, "-c", program],
-        env={**os.environ, **listener.variables, "PMI_RANK": "5", **variables},
+        env={**os.environ, **listener.variables, **{"PMI_RANK": "5", **variables}},
     )
     listener.sock.settimeout(30)
     link = Link(listener.sock.accept()[0])
@@ -55,9 +55,47 @@ def test_an_order_to_stop_is_noted(listener):
         frames += link.frames()
     link.order(TERMINATE)
     end = frames_until_exit(link)[-1][1]
-    assert end == b"signal 15 1"
+    assert end == b"signal 15 1 0"
     link.sock.close()
     assert process.wait(30) == 128 + 15
+
+
+def test_an_end_because_of_another_rank_is_reported(listener):
+    program = "import os; os.write(int(os.environ['BAGUA_RUN_VERDICT_FD']), b'peer'); os._exit(1)"
+    process, link = wrapped(listener, program)
+    (_, hello), *_, (_, end) = frames_until_exit(link)
+    assert link.greet(hello, listener.token)
+    assert link.note_exit(end) == Exit(5, link.host, code=1, peer=True)
+    link.sock.close()
+    assert process.wait(30) == 1
+
+
+def test_rank_0_asks_for_input_piece_by_piece(listener):
+    program = "import sys; print(len(sys.stdin.buffer.read()))"
+    process, link = wrapped(listener, program, PMI_RANK="0")
+    pieces = [b"x" * 200_000, b"y" * 200_000, b""]  # more than a pipe holds
+    output = b""
+    ended = False
+    while not ended:
+        for kind, payload in link.frames():
+            if kind == b"R":
+                link.send(b"S", pieces.pop(0))
+            output += payload if kind == b"O" else b""
+            ended = kind == b"X"
+    assert (pieces, output) == ([], b"400000\n")
+    link.sock.close()
+    assert process.wait(30) == 0
+
+
+def test_an_order_passes_input_that_is_not_taken(listener):
+    process, link = wrapped(listener, "import time; time.sleep(100)", PMI_RANK="0")
+    while b"R" not in [kind for kind, _ in link.frames()]:
+        pass
+    link.send(b"S", b"x" * 1_000_000)
+    link.order(KILL)
+    assert frames_until_exit(link)[-1][1] == b"signal 9 1 0"
+    link.sock.close()
+    assert process.wait(30) == 128 + 9
 
 
 def test_a_lost_link_kills_the_program(listener):

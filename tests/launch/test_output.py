@@ -108,6 +108,26 @@ def test_files_hold_what_a_rank_wrote(tmp_path):
     assert (tmp_path / "rank.1" / "stderr").read_bytes() == b"oh\n"
 
 
+def test_files_of_all_ranks_are_there_and_no_others(tmp_path):
+    for name in ("rank.1/stdout", "rank.2/stderr", "rank.7/stdout", "rank.8/stdout", "rank.8/mine",
+                 "rank.09/stdout", "rank.x/stdout", "ranks/stdout", "log"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("old")
+    (tmp_path / "rank.5").symlink_to(tmp_path / "ranks")
+    Written(folder=str(tmp_path)).output.end()
+    files = {
+        str(p.relative_to(tmp_path)): p.read_text() for p in tmp_path.rglob("*") if p.is_file()
+    }
+    assert {name for name, text in files.items() if not text} == {
+        f"rank.{rank}/{name}" for rank in (0, 1) for name in ("stdout", "stderr")
+    }
+    assert {name for name, text in files.items() if text} == {
+        "rank.8/stdout", "rank.8/mine", "rank.09/stdout", "rank.x/stdout", "ranks/stdout", "log"
+    }  # fmt: skip
+    assert (tmp_path / "rank.5").is_symlink()
+    assert not (tmp_path / "rank.2").exists()
+
+
 def test_the_tail_is_shown_unless_it_stands_there_already():
     written = Written()
     for number in range(40):

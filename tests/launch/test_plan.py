@@ -136,7 +136,9 @@ def test_fault_tolerance_where_there_is_any():
         ("-np 2 no-such-program", "there is no program no-such-program"),
         ("-np 2 python tran.py", "no script tran.py; did you mean 'train.py'?"),
         ("-np 2 tran.py", "no script tran.py; did you mean 'train.py'?"),
-        ("-np 2 ./notes.txt", "not a program that can be run; "),
+        ("-np 2 ./notes.txt", "not a program that can be run; chmod +x ./notes.txt, or"),
+        ("-np 2 notes.txt", "; chmod +x notes.txt and write ./notes.txt, or name the interpreter"),
+        ("-np 2 -m", "-m needs the name of a module"),
         ("-np 2 .", "is a folder"),
     ],
 )
@@ -147,6 +149,11 @@ def test_refusals(line, message, tmp_path, monkeypatch):
     with pytest.raises(UsageError) as caught:
         plan(line)
     assert message in str(caught.value)
+
+
+def test_a_module_runs_with_this_python():
+    made = plan("-np 2 -m pkg.mod --lr 1")
+    assert made.command[-5:] == [sys.executable, "-m", "pkg.mod", "--lr", "1"]
 
 
 def test_unequal_slots_on_intel():

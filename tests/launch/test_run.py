@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,20 +22,21 @@ SLEEPER = (
 )
 
 
-def start(*arguments, environment=None):
+def start(*arguments, environment=None, stdin=subprocess.DEVNULL):
     variables = {**os.environ, "PYTHONPATH": str(SOURCE), **(environment or {})}
+    variables = {name: value for name, value in variables.items() if value is not None}
     return subprocess.Popen(
         [sys.executable, "-m", "bagua.launch", *map(str, arguments)],
         env=variables,
-        stdin=subprocess.DEVNULL,
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def run(*arguments, environment=None):
-    with start(*arguments, environment=environment) as job:
+def run(*arguments, **how):
+    with start(*arguments, **how) as job:
         out, err = job.communicate(timeout=TIMEOUT_S)
     return job.returncode, out, err
 
@@ -149,7 +151,20 @@ def test_environment_and_settings_reach_the_ranks_and_our_own_variables_do_not()
     )
     result, out, _ = run("-np", 1, "-x", "MINE=a b", "--fusion-mb", 3, *code(program))
     assert result == 0
-    assert out == "[0] {'MINE': 'a b', 'BAGUA_FUSION_MB': '3'}\n"
+    mine = "{'MINE': 'a b', 'BAGUA_FUSION_MB': '3', 'BAGUA_RUN_VERDICT_FD': '200'}"
+    assert out == f"[0] {mine}\n"
+
+
+def test_ranks_share_the_cores():
+    cores = len(os.sched_getaffinity(0))
+    program = "print(os.environ['OMP_NUM_THREADS'])"
+    unset = {"OMP_NUM_THREADS": None}
+    _, out, _ = run("-np", 1, *code(program), environment=unset)
+    assert out == f"[0] {cores}\n"
+    _, out, _ = run("-np", 2, *code(program), environment=unset)
+    assert out.split()[1::2] == [str(max(1, cores // 2))] * 2
+    _, out, _ = run("-np", 2, "-x", "OMP_NUM_THREADS=7", *code(program), environment=unset)
+    assert out.split()[1::2] == ["7", "7"]
 
 
 def test_output_filename(tmp_path):
@@ -159,6 +174,7 @@ def test_output_filename(tmp_path):
     assert result == 0
     assert "[1] hi 1" in out
     assert (tmp_path / "logs" / "rank.1" / "stdout").read_text() == "hi 1\n"
+    assert (tmp_path / "logs" / "rank.1" / "stderr").read_text() == ""
 
 
 def test_a_large_output_arrives_whole():
@@ -188,6 +204,52 @@ def test_bad_settings_are_told_once_before_the_start():
     assert result == 2
     assert "did you mean 'BAGUA_FUSION_MB'?" in err
     assert len(err.splitlines()) == 1
+
+
+def test_rank_0_reads_a_file_to_its_end(tmp_path):
+    path = tmp_path / "lines"
+    path.write_text("x" * 300_000 + "\n")  # many pieces, and more than a pipe holds
+    with open(path) as file:
+        result, out, _ = run("-np", 2, "wc", "-c", stdin=file)
+    assert (result, sorted(out.splitlines())) == (0, ["[0] 300001", "[1] 0"])
+
+
+def test_rank_0_reads_a_pipe_as_it_is_written():
+    program = "for line in sys.stdin: print(line.upper(), end='')\nprint('end')"
+    with start("-np", 2, *code(program), stdin=subprocess.PIPE) as job:
+        assert job.stdout.readline() == "[1] end\n"
+        for text in ("one", "two"):
+            print(text, file=job.stdin, flush=True)
+            assert job.stdout.readline() == f"[0] {text.upper()}\n"
+        job.stdin.close()
+        assert job.stdout.readline() == "[0] end\n"
+        assert job.wait(TIMEOUT_S) == 0
+
+
+def test_input_that_never_ends_or_was_never_there_holds_nothing_up():
+    with start("-np", 2, "head", "-n", 1, stdin=subprocess.PIPE) as job:
+        print("only this", file=job.stdin, flush=True)
+        assert job.stdout.readline() == "[0] only this\n"
+        assert job.wait(TIMEOUT_S) == 0
+    closed = ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-m", "bagua.launch"]
+    done = subprocess.run(
+        [*closed, "-np", "2", "cat"], cwd=SOURCE, capture_output=True, timeout=TIMEOUT_S
+    )
+    assert (done.returncode, done.stdout) == (0, b"")
+
+
+def test_a_killed_job_leaves_no_file_and_no_rank(tmp_path):
+    program = "print(os.getpid(), os.getppid()); time.sleep(100)"
+    with start("-np", 2, *code(program), environment={"TMPDIR": str(tmp_path)}) as job:
+        pids = [int(pid) for _ in range(2) for pid in job.stdout.readline().split()[1:]]
+        job.kill()
+        job.communicate(timeout=TIMEOUT_S)
+    assert len(pids) == 4
+    deadline = time.monotonic() + 20
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in pids)
+    assert not list(tmp_path.glob("bagua-run*"))
 
 
 def test_importing_the_launcher_loads_neither_torch_nor_mpi():

@@ -1,0 +1,84 @@
+"""Which rank is to blame, among ends that are made up and among those of real ranks."""
+
+import signal
+
+import pytest
+from launch.test_run import code, run, start
+
+from bagua.launch.channel import Exit
+from bagua.launch.verdict import culprit
+
+VICTIM = """
+print('PeerError on', rank)
+os.write(int(os.environ['BAGUA_RUN_VERDICT_FD']), b'peer')
+os._exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("exits", "blamed"),
+    [
+        ([], None),
+        ([{}], None),
+        ([{"code": 1, "peer": True}, {"code": 3}, {"code": 4}], 1),
+        ([{"code": 1, "peer": True}, {}, {"code": 2, "peer": True}], 0),
+        ([{"code": 1, "peer": True}, {"signal": 15, "stopped": True}], 0),
+        ([{"code": 1, "peer": True, "stopped": True}, {"signal": 15, "stopped": True}], 1),
+        ([{"signal": 15, "stopped": True}, {"lost": True}], 1),
+    ],
+)
+def test_culprit(exits, blamed):
+    first = culprit([Exit(rank, "here", **how) for rank, how in enumerate(exits)])
+    assert (first and first.rank) == blamed
+
+
+def test_the_culprit_may_end_last():
+    program = f"""
+from mpi4py import MPI
+if rank == 1:
+    print('mine'); time.sleep(1.5); os._exit(5)
+{VICTIM}"""
+    result, out, err = run("-np", 3, *code(program))
+    assert result == 5
+    assert "PeerError on 0" in out
+    assert "PeerError on 2" in out
+    *_, tail, last = err.splitlines()
+    assert tail == "[1] mine"
+    assert last.startswith("bagua-run: rank 1 on host")
+    assert last.endswith("exited with code 5")
+
+
+def test_a_victim_is_named_when_nobody_else_fails():
+    """The other rank hangs: it is stopped after the grace, and that is no reason of its own."""
+    result, _, err = run("-np", 2, *code(f"if rank == 1: time.sleep(100)\n{VICTIM}"))
+    assert result == 1
+    last = err.splitlines()[-1]
+    assert "rank 0 on host" in last
+    assert last.endswith("because of another rank, and no rank failed for reasons of its own")
+
+
+def test_a_rank_that_left_early_is_told():
+    result, _, err = run("-np", 2, *code(f"if rank == 1: os._exit(0)\n{VICTIM}"))
+    assert result == 1
+    assert err.splitlines()[-1].endswith("; rank 1 had exited with code 0")
+
+
+def test_a_job_of_victims_can_be_interrupted():
+    with start("-np", 2, *code(f"if rank == 1: time.sleep(100)\n{VICTIM}")) as job:
+        assert job.stdout.readline() == "[0] PeerError on 0\n"
+        job.send_signal(signal.SIGINT)
+        assert job.wait(60) == 128 + signal.SIGINT
+
+
+def test_bagua_itself_tells_victims_from_the_culprit():
+    program = """
+import bagua, numpy
+bagua.init()
+if rank == 1: raise ValueError('mine')
+while True: bagua.allreduce(numpy.ones(3), name='x')
+"""
+    for _ in range(3):
+        result, _, err = run("-np", 3, *code(program))
+        assert result == 1
+        assert err.splitlines()[-2] == "[1] ValueError: mine"
+        assert "rank 1 on host" in err.splitlines()[-1]
