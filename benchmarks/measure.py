@@ -1,5 +1,7 @@
 """Interleaved measuring: every system takes its turn in every round, so that a machine whose speed
-drifts is unfair to nobody."""
+drifts is unfair to nobody. A turn is a few runs in a row, as in training, where the same step comes
+again and again; the first of them finds the caches full of somebody else's data and is not counted.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,19 @@ def interleaved(
     runs: Mapping[str, Run],
     rounds: int,
     meet: Run,
-    prepare: Mapping[str, Run] | None = None,
-    warmup: int = 3,
+    turn: int = 5,
 ) -> dict[str, dict[str, float]]:
-    """Median and minimum seconds of each run. Ranks meet before each; `prepare` is not timed."""
+    """Median and minimum seconds of each run over so many rounds. Ranks meet before each run."""
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(warmup + rounds):
+    for number in range(1 + rounds):
         for name, run in runs.items():
-            if prepare and name in prepare:
-                prepare[name]()
-            meet()
-            start = time.perf_counter()
-            run()
-            elapsed = time.perf_counter() - start
-            if number >= warmup:
-                times[name].append(elapsed)
+            for again in range(1 + turn):
+                meet()
+                start = time.perf_counter()
+                run()
+                elapsed = time.perf_counter() - start
+                if number and again:
+                    times[name].append(elapsed)
     return {
         name: {"median_s": statistics.median(values), "min_s": min(values), "rounds": len(values)}
         for name, values in times.items()

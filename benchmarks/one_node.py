@@ -24,19 +24,24 @@ def latency(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
         for name, peer in peers.items()
         if hasattr(peer, "allreduce")
     }
-    return interleaved(runs, 30 if quick else 300, meet)
+    return interleaved(runs, 6 if quick else 60, meet)
 
 
 def bandwidth(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
-    """64 MB of fp32 in one tensor; memcpy is both ranks copying 64 MB at once."""
+    """64 MB of fp32 in one tensor; memcpy is both ranks copying 64 MB at once.
+
+    Bagua also on memory from `empty_shared`, as gradients are.
+    """
     tensor, other = torch.ones(16 << 20), torch.ones(16 << 20)
+    arena = bagua.torch.empty_shared(16 << 20).fill_(1)
     runs = {
         name: lambda peer=peer: peer.allreduce(tensor, "large")
         for name, peer in peers.items()
         if hasattr(peer, "allreduce")
     }
+    runs["bagua arena"] = lambda: peers["bagua"].allreduce(arena, "large arena")
     runs["memcpy"] = lambda: other.copy_(tensor)
-    return interleaved(runs, 5 if quick else 25, meet)
+    return interleaved(runs, 1 if quick else 6, meet)
 
 
 def many(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
@@ -47,7 +52,7 @@ def many(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
         for name, peer in peers.items()
         if hasattr(peer, "allreduce_many")
     }
-    return interleaved(runs, 5 if quick else 60, meet)
+    return interleaved(runs, 1 if quick else 12, meet)
 
 
 def grouped(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
@@ -58,7 +63,7 @@ def grouped(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
         for name, peer in peers.items()
         if hasattr(peer, "allreduce_grouped")
     }
-    return interleaved(runs, 5 if quick else 60, meet)
+    return interleaved(runs, 1 if quick else 12, meet)
 
 
 class _ManyGradients(torch.autograd.Function):
@@ -73,11 +78,11 @@ class _ManyGradients(torch.autograd.Function):
 
 
 class _ManyParameters(torch.nn.Module):
-    """500 parameters of 4 KB whose gradients cost next to nothing to compute."""
+    """Parameters of 4 KB whose gradients cost next to nothing to compute."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 500) -> None:
         super().__init__()
-        self.params = torch.nn.ParameterList(torch.ones(1024) for _ in range(500))
+        self.params = torch.nn.ParameterList(torch.ones(1024) for _ in range(count))
 
     def forward(self, _: torch.Tensor) -> torch.Tensor:
         return _ManyGradients.apply(*self.params)
@@ -109,12 +114,12 @@ def _steps(peers: dict[str, Any], model_of: Any, inputs: torch.Tensor) -> dict[s
 
 def gradients(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
     """A step whose model has 500 gradients of 4 KB."""
-    return interleaved(_steps(peers, _ManyParameters, torch.ones(1)), 5 if quick else 60, meet)
+    return interleaved(_steps(peers, _ManyParameters, torch.ones(1)), 1 if quick else 12, meet)
 
 
 def training(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
     """A step of the MLP 784-2048-2048-2048-10 (40 MB), batch 64 per rank."""
-    return interleaved(_steps(peers, _mlp, torch.randn(64, 784)), 4 if quick else 25, meet)
+    return interleaved(_steps(peers, _mlp, torch.randn(64, 784)), 1 if quick else 6, meet)
 
 
 def idle(peers: dict[str, Any], meet: Any, quick: bool) -> Case:

@@ -1,0 +1,128 @@
+"""Network namespaces as hosts, with links of a given speed: a slow network on one machine.
+
+    python -m benchmarks.hosts --hosts 2 --ranks 2 --rate 1gbit -- python program.py
+
+Every host is a namespace with its own address and host name, joined to the others by a bridge; `tc
+tbf` shapes what it sends and what it is sent. Needs root, `ip` and `tc`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_SUBNET = "10.77.0"
+
+
+class Hosts:
+    """Namespaces `<prefix>0`, `<prefix>1`, ... and a bridge between them."""
+
+    def __init__(self, count: int, rate: str) -> None:
+        self.prefix = f"bg{os.getpid() % 10000}h"
+        self.count = count
+        self.rate = rate
+
+    def name(self, number: int) -> str:
+        return f"{self.prefix}{number}"
+
+    def address(self, number: int) -> str:
+        return f"{_SUBNET}.{number + 1}"
+
+    def __enter__(self) -> Hosts:
+        switch = self.name(self.count)  # the bridge lives in a namespace of its own
+        try:
+            _ip(f"netns add {switch}")
+            _ip(f"-n {switch} link add bridge type bridge")
+            _ip(f"-n {switch} link set bridge up")
+            for number in range(self.count):
+                self._add(number, switch)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _add(self, number: int, switch: str) -> None:
+        host = self.name(number)
+        _ip(f"netns add {host}")
+        _ip(f"-n {host} link set lo up")
+        _ip(f"-n {host} link add eth0 type veth peer name port{number} netns {switch}")
+        _ip(f"-n {switch} link set port{number} master bridge up")
+        _ip(f"-n {host} addr add {self.address(number)}/24 dev eth0")
+        _ip(f"-n {host} link set eth0 up")
+        for namespace, device in ((host, "eth0"), (switch, f"port{number}")):
+            shape = f"root tbf rate {self.rate} burst 256kb latency 50ms"
+            _run(f"tc -n {namespace} qdisc add dev {device} {shape}")
+
+    def __exit__(self, *_: object) -> None:
+        for number in range(self.count + 1):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip(f"netns del {self.name(number)}")
+
+    def inside(self, number: int) -> list[str]:
+        """A prefix for commands that run on a host."""
+        host = self.name(number)
+        return [
+            *("ip", "netns", "exec", host, "unshare", "--uts"),
+            *("sh", "-c", f'hostname {host} && exec "$@"', "sh"),
+        ]
+
+    def sent_nbytes(self, number: int) -> int:
+        """Bytes that have left a host."""
+        path = "/sys/class/net/eth0/statistics/tx_bytes"
+        return int(_output([*self.inside(number), "cat", path]))
+
+    @contextlib.contextmanager
+    def mpirun(self, ranks: int) -> Iterator[list[str]]:
+        """The beginning of a command that starts so many ranks on every host."""
+        with tempfile.TemporaryDirectory() as folder:
+            agent = Path(folder, "agent")
+            cases = "".join(
+                f'{self.address(number)}) exec {shlex.join(self.inside(number))} sh -c "$*";;\n'
+                for number in range(self.count)
+            )
+            agent.write_text(f'#!/bin/sh\nhost=$1; shift\ncase "$host" in\n{cases}esac\nexit 1\n')
+            agent.chmod(agent.stat().st_mode | stat.S_IXUSR)
+            where = ",".join(f"{self.address(n)}:{ranks}" for n in range(self.count))
+            yield [
+                *self.inside(0),
+                *("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"),
+                *("--prtemca", "plm_ssh_agent", str(agent), "--host", where),
+                *("--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp"),
+                *("--mca", "btl_tcp_if_include", f"{_SUBNET}.0/24"),
+                *("-n", str(ranks * self.count)),
+            ]
+
+
+def _run(command: str) -> None:
+    subprocess.run(shlex.split(command), check=True)
+
+
+def _ip(command: str) -> None:
+    _run(f"ip {command}")
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.hosts", description=__doc__)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1, help="on every host")
+    parser.add_argument("--rate", default="1gbit", help="of every link, as tc takes it")
+    parser.add_argument("program", nargs="+", help="after --")
+    args = parser.parse_args()
+    with Hosts(args.hosts, args.rate) as hosts, hosts.mpirun(args.ranks) as mpirun:
+        return subprocess.run([*mpirun, *args.program]).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

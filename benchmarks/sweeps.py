@@ -1,0 +1,192 @@
+"""How costs grow: with the size of a tensor, the number of ranks and the number of tensors.
+
+python -m benchmarks.sweeps                 all three; tables, JSON and PNG in build/bench
+python -m benchmarks.sweeps sizes           against the peers, as a plot
+python -m benchmarks.sweeps ranks tensors
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path("build/bench")
+SIZES = tuple(4**power for power in range(1, 14))  # bytes: 4 to 64 MB
+RANKS = (2, 3, 4, 6, 8)
+TENSORS = (10, 100, 500, 1000, 3000, 10000)
+
+Figures = dict[str, dict[str, float]]  # by what is varied, then by system: seconds
+
+
+def sizes() -> Figures:
+    """An allreduce of one tensor; memcpy is all ranks copying as much at once."""
+    import torch
+    from mpi4py import MPI
+
+    import bagua.torch
+    from benchmarks.measure import interleaved
+    from benchmarks.peers import all_peers
+
+    bagua.torch.init()
+    comm = MPI.COMM_WORLD
+    peers = {name: peer for name, peer in all_peers(comm).items() if hasattr(peer, "allreduce")}
+    figures: Figures = {}
+    for nbytes in SIZES:
+        tensor, other = torch.ones(nbytes // 4), torch.ones(nbytes // 4)
+        arena = bagua.torch.empty_shared(nbytes // 4).fill_(1)
+        runs = {n: partial(peer.allreduce, tensor, f"s{nbytes}") for n, peer in peers.items()}
+        runs["bagua arena"] = partial(peers["bagua"].allreduce, arena, f"a{nbytes}")
+        runs["memcpy"] = partial(other.copy_, tensor)
+        rounds = 20 if nbytes <= 1 << 16 else 6 if nbytes <= 1 << 22 else 3
+        figures[str(nbytes)] = medians(interleaved(runs, rounds, comm.Barrier), comm)
+    return figures
+
+
+def ranks() -> Figures:
+    """One element, 1 MB and 16 MB, with as many ranks as there are."""
+    import torch
+    from mpi4py import MPI
+
+    import bagua.torch
+    from benchmarks.measure import interleaved
+    from benchmarks.peers import Bagua, Gloo
+
+    bagua.torch.init()
+    comm = MPI.COMM_WORLD
+    peers = {"bagua": Bagua(), "gloo": Gloo(comm)}
+    figures: Figures = {}
+    for label, count in (("1 element", 1), ("1 MB", 1 << 18), ("16 MB", 1 << 22)):
+        tensor = torch.ones(count)
+        runs = {
+            f"{name}, {label}": partial(peer.allreduce, tensor, label)
+            for name, peer in peers.items()
+        }
+        rounds = 10 if count == 1 else 4
+        figures.setdefault(str(comm.size), {}).update(
+            medians(interleaved(runs, rounds, comm.Barrier), comm)
+        )
+    return figures
+
+
+def tensors() -> Figures:
+    """Tensors of 4 KB: started one by one, in one call, and as gradients of a step."""
+    import torch
+    from mpi4py import MPI
+
+    import bagua.torch
+    from benchmarks.measure import interleaved
+    from benchmarks.one_node import _ManyParameters, _steps
+    from benchmarks.peers import Alone, Bagua
+
+    bagua.torch.init()
+    comm = MPI.COMM_WORLD
+    peer = Bagua()
+    figures: Figures = {}
+    for count in TENSORS:
+        many = [torch.ones(1024) for _ in range(count)]
+        runs: dict[str, Any] = {
+            "by name": partial(peer.allreduce_many, many),
+            "grouped": partial(
+                bagua.torch.grouped_allreduce_, many, name=f"g{count}", op=bagua.torch.Max
+            ),
+        }
+        systems = {"step": peer, "step alone": Alone()}
+        steps = _steps(systems, partial(_ManyParameters, count), torch.ones(1))
+        rounds = 10 if count <= 1000 else 3
+        figures[str(count)] = medians(interleaved({**runs, **steps}, rounds, comm.Barrier), comm)
+    return figures
+
+
+def medians(results: dict[str, dict[str, float]], comm: Any) -> dict[str, float]:
+    """Of the slowest rank."""
+    everyone = comm.allgather(results)
+    return {name: max(mine[name]["median_s"] for mine in everyone) for name in results}
+
+
+SWEEPS = {"sizes": sizes, "ranks": ranks, "tensors": tensors}
+
+
+def launch(sweep: str, np: int) -> Figures:
+    """Runs a sweep on so many ranks, in processes of their own."""
+    output = FOLDER / f"{sweep}.{np}.json"
+    output.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "bagua.launch", "-np", str(np), sys.executable]
+    command += ["-m", "benchmarks.sweeps", sweep, "--as-rank", str(output)]
+    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+    figures: Figures = json.loads(output.read_text())
+    output.unlink()
+    return figures
+
+
+def table(figures: Figures, what: str) -> str:
+    """A row for each value, a column for each system; milliseconds."""
+    systems = list(next(iter(figures.values())))
+    widths = [max(10, len(system) + 2) for system in systems]
+    lines = [f"{what:>10}" + "".join(f"{s:>{w}}" for s, w in zip(systems, widths)) + "   (ms)"]
+    for value, row in figures.items():
+        cells = (f"{row[system] * 1e3:>{width}.3f}" for system, width in zip(systems, widths))
+        lines.append(f"{value:>10}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def plot(figures: Figures, path: Path) -> None:
+    """Time against size, both logarithmic, one line a system."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for system in next(iter(figures.values())):
+        points = [(int(nbytes), row[system] * 1e3) for nbytes, row in figures.items()]
+        style = "k--" if system == "memcpy" else "o-"
+        axes.loglog(*zip(*points), style, label=system, markersize=3)
+    axes.set_xlabel("bytes")
+    axes.set_ylabel("milliseconds")
+    axes.set_title("Allreduce between 2 ranks of one machine")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sweeps", description=__doc__)
+    parser.add_argument("sweeps", nargs="*", default=list(SWEEPS), metavar="sweep")
+    parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_rank:
+        return as_rank(options.sweeps[0], options.as_rank)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for sweep in options.sweeps:
+        figures: Figures = {}
+        for np in RANKS if sweep == "ranks" else (2,):
+            figures.update(launch(sweep, np))
+        print(f"\n{SWEEPS[sweep].__doc__}\n{table(figures, sweep)}")
+        (FOLDER / f"{sweep}.json").write_text(json.dumps(figures, indent=1) + "\n")
+        if sweep == "sizes":
+            plot(figures, FOLDER / "sizes.png")
+    print(f"written: {FOLDER}")
+    return 0
+
+
+def as_rank(sweep: str, output: Path) -> int:
+    import torch
+
+    import bagua.torch
+
+    torch.set_num_threads(1)
+    figures = SWEEPS[sweep]()
+    if bagua.torch.rank() == 0:
+        output.write_text(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
