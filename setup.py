@@ -74,6 +74,8 @@ class CMakeBuild(build_ext):
         build_dir = ROOT / "build" / tag
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         cmake = program("cmake")
+        if not any(map(shutil.which, [os.environ.get("CXX", ""), "c++", "g++", "clang++"])):
+            raise SystemExit("a C++17 compiler is needed; on Debian or Ubuntu: apt-get install g++")
         self.configure(cmake, build_dir, wrapper)
         jobs = ["--parallel", str(self.parallel or os.cpu_count() or 1)]
         subprocess.run([cmake, "--build", build_dir, *jobs], check=True)

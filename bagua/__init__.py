@@ -1,4 +1,4 @@
-"""Bagua: replicas that train together, on any mix of exact, compressed and relaxed communication.
+"""Bagua: one model trained by many processes, which exchange gradients while they compute.
 
 The operations here work on NumPy arrays and anything that speaks DLPack; `bagua.torch` is the
 PyTorch frontend. Names are loaded on first use, so that the launcher starts without MPI.
@@ -28,7 +28,8 @@ _HOME = {
         "allgather allgather_async grouped_allgather grouped_allgather_async "
         "broadcast broadcast_ broadcast_async broadcast_async_ grouped_broadcast_ "
         "alltoall alltoall_async "
-        "reducescatter reducescatter_async grouped_reducescatter grouped_reducescatter_async"
+        "reducescatter reducescatter_async grouped_reducescatter grouped_reducescatter_async "
+        "empty_shared"
     ),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}

@@ -9,8 +9,9 @@ message(STATUS "Building against MPI: ${MPI_CXX_COMPILER} (${MPI_CXX_LIBRARIES})
 
 target_compile_definitions(bagua_core PUBLIC BAGUA_HAVE_MPI=1)
 
+file(GLOB python_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/python/*.cc)
 pybind11_add_module(_core MODULE NO_EXTRAS
-  ${CMAKE_SOURCE_DIR}/csrc/bindings.cc
+  ${python_sources}
   ${CMAKE_SOURCE_DIR}/csrc/transport/mpi.cc)
 target_include_directories(_core SYSTEM PRIVATE ${MPI_CXX_INCLUDE_DIRS})
 target_compile_definitions(_core PRIVATE ${MPI_CXX_COMPILE_DEFINITIONS})

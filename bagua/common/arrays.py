@@ -15,9 +15,6 @@ from bagua.common.kinds import DTYPE_NUMBER, DTYPES
 class Arrays(Protocol):
     """What the operations need to know of one kind of array."""
 
-    def is_plain(self, array: Any) -> bool:
-        """Whether the array can be sent and written as it is; quick, and may say no in doubt."""
-
     def contiguous(self, array: Any) -> Any:
         """The array itself if its elements are in C order without gaps, else a copy that is."""
 
@@ -49,12 +46,6 @@ _NUMBER = {np.dtype(name): DTYPE_NUMBER[name] for name in DTYPES if name != "bfl
 
 class NumpyArrays:
     """NumPy arrays; other DLPack exporters are viewed as NumPy without a copy."""
-
-    def is_plain(self, array: Any) -> bool:
-        if type(array) is not np.ndarray or array.dtype not in _NUMBER:
-            return False
-        flags = array.flags
-        return bool(flags.c_contiguous and flags.writeable)
 
     def contiguous(self, array: Any) -> Any:
         view = self._view(array)

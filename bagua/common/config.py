@@ -5,9 +5,11 @@ Only this module reads the environment.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Union
@@ -20,7 +22,13 @@ PREFIX = "BAGUA_"
 
 # Variables that are no settings but may stand in the environment: the launcher's link to its ranks
 # (removed again before the program starts, but a nested job may see it), and the build's switches.
-RESERVED_VARIABLES = ("BAGUA_RUN_CHANNEL", "BAGUA_RUN_TOKEN", "BAGUA_CUDA")
+RESERVED_VARIABLES = (
+    "BAGUA_RUN_CHANNEL",
+    "BAGUA_RUN_TOKEN",
+    "BAGUA_RUN_VERDICT_FD",
+    "BAGUA_CUDA",
+    "BAGUA_PLACE",
+)
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -46,13 +54,17 @@ class Config:
     """The settings of one process: a keyword of `bagua.init`, else a variable, else the default."""
 
     transport: str = _setting(
-        "auto", "medium that moves the data", agree=True, choices=("auto", "mpi")
+        "auto",
+        "medium that moves the data: mpi alone, or shm, memory shared inside a machine, with mpi "
+        "between machines (auto = shm where the system allows it)",
+        agree=True,
+        choices=("auto", "shm", "mpi"),
     )
     allreduce: str = _setting(
         "auto",
         "collective that an allreduce uses",
         agree=True,
-        choices=("auto", "gather_reduce", "scatter_reduce", "ring"),
+        choices=("auto", "shared", "hierarchical", "gather_reduce", "scatter_reduce", "ring"),
     )
     fusion_mb: float = _setting(
         16.0, "at most so many MB of small one-shot requests are fused", agree=True, min=0, max=4096
@@ -203,3 +215,39 @@ def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
                 f"unknown variable {name} in the environment{nearest(name, known)}"
                 " (bagua-run --help lists every setting)"
             )
+
+
+def claim_place() -> None:
+    """Notes in the environment that this process is a rank; refuses if its parent is that rank.
+
+    A launcher tells each rank its place by variables, which the children of the rank inherit.
+    """
+    names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD")
+    place = " ".join(os.environ.get(name, "") for name in names).strip()
+    if not place:
+        return
+    claim = f"{os.getpid()} {place}"
+    claimed = os.environ.setdefault("BAGUA_PLACE", claim)
+    pid, _, theirs = claimed.partition(" ")
+    if theirs == place and pid != str(os.getpid()):
+        raise UsageError(
+            f"this process is a child of process {pid}, which has the place in the job that the "
+            "launcher gave; init() belongs into the rank itself, not into a worker of its own"
+        )
+    os.environ["BAGUA_PLACE"] = claim
+
+
+def report_verdict() -> None:
+    """Tells bagua-run that this rank ends because of another one."""
+    number = os.environ.get("BAGUA_RUN_VERDICT_FD")
+    if number is not None:
+        with contextlib.suppress(OSError, ValueError):
+            if stat.S_ISFIFO(os.fstat(int(number)).st_mode):
+                os.write(int(number), b"peer")
+
+
+def torchrun_size() -> int:
+    """How many processes torchrun, which knows no MPI, has started; 1 without it."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 1
+    return int(os.environ.get("WORLD_SIZE", "1"))

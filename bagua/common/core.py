@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from mpi4py import MPI
+from bagua.common.mpi import MPI
 
 
 def _family(version: str) -> str:
@@ -21,6 +22,12 @@ def _load() -> Any:
     try:
         from bagua import _core
     except ImportError as error:
+        source = Path(__file__).parents[2]
+        if (source / "csrc").is_dir() and not list((source / "bagua").glob("_core*")):
+            raise ImportError(
+                f"this is Bagua's source tree in {source}, which hides an installed Bagua and has "
+                "no engine of its own: start Python elsewhere, or build here with `make dev`"
+            ) from error
         raise ImportError(
             f"bagua's engine cannot be loaded ({error}). mpi4py uses {loaded}; if the engine was "
             f"built against another MPI, {remedy}"

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
 from bagua.common.arrays import NumpyArrays
 from bagua.common.operations import Operations
+from bagua.common.world import world
 
 _operations = Operations(NumpyArrays())
+
+
+def empty_shared(shape: int | Sequence[int], dtype: Any = np.float32) -> Any:
+    """An array whose exchanges with ranks of the same machine need no copy."""
+    extents = [shape] if isinstance(shape, int) else list(shape)
+    nbytes = math.prod(extents) * np.dtype(dtype).itemsize
+    return np.frombuffer(world().engine.allocate(nbytes), dtype).reshape(extents)
+
 
 allreduce = _operations.allreduce
 allreduce_ = _operations.allreduce_

@@ -7,6 +7,7 @@ others start it and wait.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -19,7 +20,7 @@ from bagua.common.kinds import Kind, ReduceOp, Urgency
 from bagua.common.process_set import ProcessSet, global_process_set
 from bagua.common.world import world
 
-_ALLREDUCE = int(Kind.ALLREDUCE)
+_ALLREDUCE = Kind.ALLREDUCE  # looked up hundreds of times a step
 
 
 class Operations:
@@ -44,8 +45,7 @@ class Operations:
     ) -> Handle:
         """Starts reducing `tensor` over all ranks of the set into a new array."""
         scales = (prescale_factor, postscale_factor)
-        handle = self._reduce([tensor], name, average, op, scales, process_set, urgency, False)
-        return _only(handle)
+        return _only(self._reduce([tensor], name, average, op, scales, process_set, urgency))
 
     def allreduce_async_(
         self,
@@ -60,27 +60,9 @@ class Operations:
         urgency: Urgency = Urgency.SOON,
     ) -> Handle:
         """Like `allreduce_async`, in place."""
-        op = reduce_op(op, average)
-        # The way of gradients: hundreds in a row, so nothing is built that they do not need.
-        if self._arrays.is_plain(tensor):
-            address, dtype, shape = self._arrays.describe(tensor)
-            return core.submit(  # type: ignore[no-any-return]
-                world().engine,
-                _ALLREDUCE,
-                name or "",
-                [(address, address, dtype, shape)],
-                op,
-                -1,
-                prescale_factor,
-                postscale_factor,
-                process_set._id(),
-                (),
-                urgency,
-                tensor,
-                tensor,
-            )
-        scales = (prescale_factor, postscale_factor)
-        return _only(self._reduce([tensor], name, None, op, scales, process_set, urgency, True))
+        return self._reduce_(
+            tensor, name, average, op, prescale_factor, postscale_factor, process_set, urgency
+        )
 
     def allreduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """The reduction of `tensor` over all ranks of the set; Average unless `op` says otherwise.
@@ -107,7 +89,7 @@ class Operations:
     ) -> Handle:
         """Starts reducing several arrays as one request: all of them go, or none."""
         scales = (prescale_factor, postscale_factor)
-        return self._reduce(tensors, name, average, op, scales, process_set, urgency, False)
+        return self._reduce(tensors, name, average, op, scales, process_set, urgency)
 
     def grouped_allreduce_async_(
         self,
@@ -122,8 +104,10 @@ class Operations:
         urgency: Urgency = Urgency.SOON,
     ) -> Handle:
         """Like `grouped_allreduce_async`, in place."""
-        scales = (prescale_factor, postscale_factor)
-        return self._reduce(tensors, name, average, op, scales, process_set, urgency, True)
+        own = list(tensors)
+        return self._reduce_(
+            own, name, average, op, prescale_factor, postscale_factor, process_set, urgency
+        )
 
     def grouped_allreduce(self, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
         """The reductions of several arrays, exchanged as one request."""
@@ -190,7 +174,7 @@ class Operations:
         urgency: Urgency = Urgency.SOON,
     ) -> Handle:
         """Starts copying the root's array to everyone, into a new array."""
-        return _only(self._broadcast([tensor], root_rank, name, process_set, urgency, False))
+        return _only(self._broadcast([tensor], root_rank, name, process_set, urgency))
 
     def broadcast_async_(
         self,
@@ -202,7 +186,7 @@ class Operations:
         urgency: Urgency = Urgency.SOON,
     ) -> Handle:
         """Like `broadcast_async`, in place."""
-        return _only(self._broadcast([tensor], root_rank, name, process_set, urgency, True))
+        return self._broadcast_(tensor, root_rank, name, process_set, urgency)
 
     def broadcast(self, tensor: Any, root_rank: int, *args: Any, **kwargs: Any) -> Any:
         """The root's array, on every rank. `root_rank` is a rank of the world, in a set too."""
@@ -222,8 +206,8 @@ class Operations:
         process_set: ProcessSet = global_process_set,
     ) -> list[Any]:
         """`broadcast_` of several arrays, exchanged as one request."""
-        handle = self._broadcast(tensors, root_rank, name, process_set, Urgency.WAITED, True)
-        return list(handle.wait())
+        own = list(tensors)
+        return self._broadcast_(own, root_rank, name, process_set, Urgency.WAITED).wait()  # type: ignore[no-any-return]
 
     # ---- alltoall ------------------------------------------------------------------------------
 
@@ -367,7 +351,7 @@ class Operations:
             self._refuse(kind, name, process_set, str(problem))
         return pairs
 
-    def _in_place(self, tensor: Any, source: Any) -> Any:
+    def _writable(self, tensor: Any, source: Any) -> Any:
         self._arrays.check_writable(tensor)
         return source
 
@@ -383,14 +367,47 @@ class Operations:
         scales: tuple[float, float],
         process_set: ProcessSet,
         urgency: Urgency,
-        in_place: bool,
     ) -> Handle:
-        op = reduce_op(op, average)
-        output = self._in_place if in_place else self._beside
-        pairs = self._pairs(Kind.ALLREDUCE, tensors, name, process_set, output)
+        op, tensors = reduce_op(op, average), list(tensors)
+        pairs = self._pairs(Kind.ALLREDUCE, tensors, name, process_set, self._beside)
         handle = self._submit(Kind.ALLREDUCE, pairs, name, process_set, urgency, op, scales=scales)
-        handle.finish = self._writes_back(tensors, pairs, in_place)
-        return handle
+        return self._gives_new(handle, tensors, pairs)
+
+    def _reduce_(
+        self,
+        tensors: Any,
+        name: str | None,
+        average: bool | None,
+        op: ReduceOp | None,
+        prescale: float,
+        postscale: float,
+        process_set: ProcessSet,
+        urgency: Urgency,
+    ) -> Handle:
+        if average is not None or type(op) is not ReduceOp:
+            op = reduce_op(op, average)
+        # The engine reads most tensors by itself, which is worth much when there are hundreds.
+        handle = core.submit(
+            world().engine,
+            _ALLREDUCE,
+            name or "",
+            tensors,
+            op,
+            -1,
+            prescale,
+            postscale,
+            process_set._id(),
+            (),
+            urgency,
+            tensors,
+            tensors,
+        )
+        if handle is not None:
+            return handle  # type: ignore[no-any-return]
+        scales = (prescale, postscale)
+        return self._write_back(
+            Kind.ALLREDUCE, tensors, name, process_set, urgency, op=op, scales=scales
+        )
 
     def _broadcast(
         self,
@@ -399,15 +416,23 @@ class Operations:
         name: str | None,
         process_set: ProcessSet,
         urgency: Urgency,
-        in_place: bool,
     ) -> Handle:
-        output = self._in_place if in_place else self._beside
-        pairs = self._pairs(Kind.BROADCAST, tensors, name, process_set, output)
+        pairs = self._pairs(Kind.BROADCAST, tensors, name, process_set, self._beside)
         handle = self._submit(
             Kind.BROADCAST, pairs, name, process_set, urgency, root=int(root_rank)
         )
-        handle.finish = self._writes_back(tensors, pairs, in_place)
-        return handle
+        return self._gives_new(handle, tensors, pairs)
+
+    def _broadcast_(
+        self,
+        tensors: Any,
+        root_rank: int,
+        name: str | None,
+        process_set: ProcessSet,
+        urgency: Urgency,
+    ) -> Handle:
+        root = int(root_rank)
+        return self._write_back(Kind.BROADCAST, tensors, name, process_set, urgency, root=root)
 
     def _gather(
         self,
@@ -416,6 +441,7 @@ class Operations:
         process_set: ProcessSet,
         urgency: Urgency,
     ) -> Handle:
+        tensors = list(tensors)
         pairs = self._pairs(Kind.ALLGATHER, tensors, name, process_set, None)
         handle = self._submit(Kind.ALLGATHER, pairs, name, process_set, urgency)
         handle.finish = lambda done: [
@@ -432,7 +458,7 @@ class Operations:
         process_set: ProcessSet,
         urgency: Urgency,
     ) -> Handle:
-        nranks, me = process_set.size(), process_set.rank()
+        nranks, me, tensors = process_set.size(), process_set.rank(), list(tensors)
 
         def share(_: Any, source: Any) -> Any:
             shape = list(self._arrays.describe(source)[2])
@@ -448,23 +474,35 @@ class Operations:
         handle.finish = lambda _: [finish(out, t) for (_, out), t in zip(pairs, tensors)]
         return handle
 
-    def _writes_back(
-        self, tensors: Sequence[Any], pairs: Sequence[tuple[Any, Any]], in_place: bool
-    ) -> Callable[[Any], list[Any]]:
-        """What turns a finished request into its results."""
+    def _write_back(
+        self,
+        kind: Kind,
+        tensors: Any,
+        name: str | None,
+        process_set: ProcessSet,
+        urgency: Urgency,
+        **details: Any,
+    ) -> Handle:
+        """One request that replaces the values of a tensor, or of a list of tensors."""
+        several = tensors if isinstance(tensors, list) else [tensors]
+        pairs = self._pairs(kind, several, name, process_set, self._writable)
+        handle = self._submit(kind, pairs, name, process_set, urgency, **details)
 
-        def finish(_: Any) -> list[Any]:
-            results = []
-            for tensor, (_, out) in zip(tensors, pairs):
-                if not in_place:
-                    results.append(self._arrays.finish(out, tensor))
-                    continue
+        def finish(_: Any) -> Any:
+            for tensor, (_, out) in zip(several, pairs):
                 if out is not tensor:
                     self._arrays.assign(tensor, out)
-                results.append(tensor)
-            return results
+            return tensors
 
-        return finish
+        handle.finish = finish
+        return handle
+
+    def _gives_new(self, handle: Handle, tensors: Sequence[Any], pairs: Any) -> Handle:
+        """The handle with a list of the outputs as its result."""
+        handle.finish = lambda _: [
+            self._arrays.finish(out, tensor) for tensor, (_, out) in zip(tensors, pairs)
+        ]
+        return handle
 
     def _adopt(self, done: Any, index: int, source: Any, like: Any) -> Any:
         """Output `index`, whose number of rows only the exchange told."""
@@ -486,11 +524,27 @@ def reduce_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceO
     if average is not None:
         if op is not None:
             raise UsageError("give either op or average (deprecated), not both")
-        warnings.warn("average= is deprecated; use op=Average or op=Sum", FutureWarning, 3)
+        warnings.warn(
+            "average= is deprecated; use op=Average or op=Sum", FutureWarning, _callers_level()
+        )
         return ReduceOp.Average if average else ReduceOp.Sum
     if type(op) is ReduceOp:
         return op
-    return ReduceOp.Average if op is None else ReduceOp(op)
+    if op is None:
+        return ReduceOp.Average
+    try:
+        return ReduceOp(op)
+    except ValueError:
+        names = ", ".join(known.name for known in ReduceOp)
+        raise UsageError(f"op={op!r} is no reduction; give bagua.{names}") from None
+
+
+def _callers_level() -> int:
+    """How far up the first frame outside of this package is, as warnings count."""
+    level, frame = 1, sys._getframe(1)
+    while frame and frame.f_globals.get("__name__", "").startswith("bagua."):
+        level, frame = level + 1, frame.f_back  # type: ignore[assignment]
+    return level
 
 
 def _only(handle: Handle) -> Handle:

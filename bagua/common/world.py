@@ -7,6 +7,7 @@ of it; it is the only mutable global of the package.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import socket
 import sys
@@ -15,21 +16,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, Union
 
-from mpi4py import MPI
-
-from bagua.common.config import Config
+from bagua.common import mpi
+from bagua.common.config import Config, report_verdict, torchrun_size
 from bagua.common.core import core
 from bagua.common.errors import PeerError, UsageError
 from bagua.common.kinds import Kind, Urgency
+from bagua.common.mpi import MPI
 from bagua.common.process_set import ProcessSet, global_process_set
 from bagua.version import __version__
 
-# Our private copy of a communicator hangs on it, so that init, shutdown, init uses one copy.
-_PRIVATE_COPY = MPI.Comm.Create_keyval()
-# And so does a barrier of init that has not been completed yet.
-_ARRIVAL = MPI.Comm.Create_keyval()
-
 Communicator = Union[None, Sequence[int], MPI.Comm]
+
+
+@functools.lru_cache
+def _key(_: str) -> int:
+    """Under which something hangs on a communicator.
+
+    "copy": our private copy, so that init, shutdown, init uses one. "arrival": a barrier of init
+    that has not been completed yet.
+    """
+    return MPI.Comm.Create_keyval()
 
 
 class World:
@@ -118,13 +124,13 @@ class World:
             pass  # back in Python, so that Ctrl-C can end the wait
         if self.engine.failure():
             # Messages of a broken exchange may still be under way: never use this copy again.
-            self._parent.Delete_attr(_PRIVATE_COPY)
+            self._parent.Delete_attr(_key("copy"))
 
 
 _world: World | None = None
 _exit_hook_installed = False
 _failure_at_stop: str | None = None
-_uncaught = False
+_uncaught: BaseException | None = None
 
 
 def init(
@@ -138,16 +144,28 @@ def init(
     `bagua.common.config.Config`.
     """
     global _world, _exit_hook_installed
-    if _world is not None:
-        return
     config = Config.resolve(**settings)
+    if _world is not None:
+        _refuse_other(config, settings)
+        return
+    mpi.start()
     if not _exit_hook_installed:
         _install_exit_hooks()  # first: also a failing init must not wait in MPI_Finalize
         _exit_hook_installed = True
     _world = World(_communicator(comm), config)
+    _warn_of_torchrun()
     if process_sets is not None and not isinstance(process_sets, str):
         for process_set in process_sets:
             add_process_set(process_set)
+
+
+def _refuse_other(config: Config, settings: dict[str, Any]) -> None:
+    for name in settings:
+        running, asked = getattr(world().config, name), getattr(config, name)
+        if running != asked:
+            raise UsageError(
+                f"bagua runs with {name}={running!r}; init({name}={asked!r}) needs shutdown() first"
+            )
 
 
 def shutdown() -> None:
@@ -273,18 +291,18 @@ def _communicator(comm: Communicator) -> MPI.Comm:
 
 def _private_copy(comm: MPI.Comm, timeout_s: float) -> MPI.Comm:
     _meet(comm, timeout_s)
-    copy: Any = comm.Get_attr(_PRIVATE_COPY)
+    copy: Any = comm.Get_attr(_key("copy"))
     if copy is None:
         copy = comm.Dup()
-        comm.Set_attr(_PRIVATE_COPY, copy)
+        comm.Set_attr(_key("copy"), copy)
     assert isinstance(copy, MPI.Comm)
     return copy
 
 
 def _meet(comm: MPI.Comm, timeout_s: float) -> None:
     """Returns when every rank is in init: what follows waits without a deadline."""
-    arrival: Any = comm.Get_attr(_ARRIVAL) or comm.Ibarrier()  # of a try that timed out
-    comm.Set_attr(_ARRIVAL, arrival)
+    arrival: Any = comm.Get_attr(_key("arrival")) or comm.Ibarrier()  # of a try that timed out
+    comm.Set_attr(_key("arrival"), arrival)
     deadline = time.monotonic() + timeout_s
     while not arrival.Test():
         if time.monotonic() > deadline:
@@ -293,7 +311,7 @@ def _meet(comm: MPI.Comm, timeout_s: float) -> None:
                 "(start_timeout_s); did one fail before it?"
             )
         time.sleep(0.001)
-    comm.Delete_attr(_ARRIVAL)
+    comm.Delete_attr(_key("arrival"))
 
 
 def _introduce(comm: MPI.Comm, config: Config) -> list[str]:
@@ -323,12 +341,21 @@ def _usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def _warn_of_torchrun() -> None:
+    if world().size == 1 and torchrun_size() > 1:
+        print(
+            f"bagua: torchrun has started {torchrun_size()} processes, but each is a world of its "
+            "own: Bagua's ranks are started by bagua-run or mpirun",
+            file=sys.stderr,
+        )
+
+
 def _install_exit_hooks() -> None:
     previous = sys.excepthook
 
     def note_uncaught(kind: Any, error: Any, trace: Any) -> None:
         global _uncaught
-        _uncaught = True
+        _uncaught = error
         previous(kind, error, trace)
 
     sys.excepthook = note_uncaught
@@ -351,15 +378,20 @@ def _leave() -> None:
     MPI_Finalize waits for every rank. After a failure, or when this rank ends by an exception and
     the others do not know yet, that could be for ever, so it is skipped.
     """
-    if _uncaught and _world is not None:
+    failed = _failure_at_stop or (_world and _world.engine.failure())
+    if isinstance(_uncaught, PeerError) or (failed and _uncaught is None):
+        report_verdict()
+    if _uncaught is not None and _world is not None:
         _world.engine.stop()  # others learn that we leave; but wait for nobody
         _world.engine.wait_stopped(0.5)
     else:
         shutdown()
-    if _failure_at_stop is None and not _uncaught:
-        return
-    if not _uncaught:
-        print(f"bagua: this job failed: {_failure_at_stop}", file=sys.stderr)
+    if _failure_at_stop is None and _uncaught is None:
+        return mpi.end()
+    if failed and _uncaught is None:
+        print(f"bagua: this job failed: {failed}", file=sys.stderr)
+    if mpi.ends_with_us() and (_uncaught is not None or not failed):
+        return None  # with the exit code that the program asked for
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

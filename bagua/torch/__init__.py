@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "bagua.torch needs PyTorch: pip install 'bagua[torch]'; "
+        "`import bagua` alone works on NumPy arrays"
+    ) from error
+
 from bagua.common.handle import Handle
 from bagua.common.kinds import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from bagua.common.process_set import ProcessSet, global_process_set
@@ -48,6 +56,7 @@ from bagua.torch.functions import (
     broadcast_object_fn,
     broadcast_optimizer_state,
     broadcast_parameters,
+    empty_shared,
 )
 from bagua.torch.ops import (
     allgather,
@@ -127,6 +136,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "empty_shared",
     "exceptions",
     "global_process_set",
     "gloo_built",

@@ -11,22 +11,10 @@ from bagua.common.errors import UsageError
 from bagua.common.kinds import DTYPES
 
 _DTYPE_NUMBER = {getattr(torch, name): number for number, name in enumerate(DTYPES)}
-# Complex tensors may be lazily conjugated.
-_PLAIN = {dtype for dtype in _DTYPE_NUMBER if not dtype.is_complex}
 
 
 class TorchArrays:
     """CPU tensors. Autograd never sees what happens here: memory is written behind its back."""
-
-    def is_plain(self, tensor: Any) -> bool:
-        return (
-            isinstance(tensor, torch.Tensor)
-            and tensor.is_cpu
-            and tensor.layout is torch.strided
-            and tensor.dtype in _PLAIN
-            and tensor.is_contiguous()
-            and not tensor.is_neg()
-        )
 
     def contiguous(self, tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):

@@ -13,6 +13,7 @@ import torch
 
 from bagua.algorithms import Algorithm, BucketInfo
 from bagua.common.core import core
+from bagua.common.errors import UsageError
 from bagua.common.kinds import DTYPE_NUMBER, ReduceOp, Urgency
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
@@ -21,14 +22,25 @@ from bagua.common.world import world
 class Slot:
     """One parameter's place in a bucket."""
 
-    __slots__ = ("bucket", "index", "name", "param", "view")
+    __slots__ = ("bucket", "index", "may_be_sparse", "name", "notice", "number", "param", "view")
 
-    def __init__(self, name: str, param: torch.Tensor) -> None:
+    def __init__(self, name: str, param: torch.Tensor, number: int) -> None:
         self.name = name
+        self.number = number  # in the order of the optimizer's parameters
         self.param = param
         self.bucket: Bucket | None = None  # None: this gradient travels alone, see loose.py
         self.index = -1
         self.view: torch.Tensor = torch.empty(0)
+        self.notice: Any = None  # the engine's hook
+        self.may_be_sparse = False  # then its gradient is none of the bucket's business
+
+    def enter(self, bucket: Bucket, index: int, view: torch.Tensor) -> None:
+        self.bucket, self.index, self.view = bucket, index, view
+        self.notice.bind(bucket.arena, index, view)
+
+    def leave(self) -> None:
+        self.bucket = None
+        self.notice.unbind()
 
 
 class Bucket:
@@ -61,9 +73,13 @@ class Bucket:
             priority=-info.index,
         )
         self.ready = self.arena.ready
+        self.count_quietly = self.arena.count_quietly
         self.handle: Any | None = None
         self.stale = False  # a gradient changed after the launch
         self._lay_out(dtype)
+        self._params = [slot.param for slot in self.slots]
+        self._notices = [slot.notice for slot in self.slots]
+        self._views = [slot.view for slot in self.slots]
 
     def _lay_out(self, dtype: torch.dtype) -> None:
         if memoryview(self.arena).nbytes == 0:
@@ -71,8 +87,9 @@ class Bucket:
         else:
             flat = torch.frombuffer(self.arena, dtype=dtype)
         for index, (slot, begin) in enumerate(zip(self.slots, self.arena.begins)):
-            slot.bucket, slot.index = self, index
-            slot.view = _view_like(flat[begin : begin + slot.param.numel()], slot.param)
+            slot.enter(
+                self, index, _view_like(flat[begin : begin + slot.param.numel()], slot.param)
+            )
 
     def launch(self, urgency: Urgency = Urgency.NOW) -> None:
         """Starts the exchange; the arena must not be touched until `deliver`."""
@@ -82,14 +99,17 @@ class Bucket:
         self.handle = self.arena.launch(urgency)
 
     def _gather(self) -> None:
-        """Brings gradients that autograd put elsewhere into the arena; none means zeros."""
+        """Brings gradients that are elsewhere into the arena; none means zeros."""
         views, grads = [], []
-        for slot in self.slots:
+        for i in core.gather(self._params, self._notices):
+            slot = self.slots[i]
             grad = slot.param.grad
-            if grad is slot.view:
-                continue
-            if grad is None or grad.is_sparse:
+            if grad is None or (grad.is_sparse and slot.may_be_sparse):
                 slot.view.zero_()
+            elif grad.is_sparse:
+                raise UsageError(
+                    f"{slot.name} got a sparse gradient after dense ones; use sparse_as_dense"
+                )
             else:
                 views.append(slot.view)
                 grads.append(grad)
@@ -109,9 +129,7 @@ class Bucket:
             with torch.no_grad():
                 self._cast_back()
             return
-        for slot in self.slots:
-            if slot.param.grad is not slot.view:
-                slot.param.grad = slot.view
+        core.deliver(self._params, self._views)
 
     def discard(self) -> None:
         """Waits for the exchange without using its results."""
@@ -198,6 +216,8 @@ class Plan:
         return done + [slots for slots, _ in filling.values() if slots]
 
     def _bucket(self, index: int, slots: Sequence[Slot], step: int) -> Bucket:
+        # All of them are ready at the launch; the optimizer likes to find them in its own order.
+        slots = sorted(slots, key=lambda slot: slot.number)
         dtype = slots[0].param.dtype
         if self.wire_dtype is not None and dtype.is_floating_point:
             dtype = self.wire_dtype

@@ -10,7 +10,7 @@ import torch
 from bagua.common.errors import UsageError
 from bagua.common.objects import allgather_object, broadcast_object, broadcast_object_fn
 from bagua.common.process_set import ProcessSet, global_process_set
-from bagua.common.world import rank
+from bagua.common.world import rank, world
 from bagua.torch import ops
 
 __all__ = [
@@ -19,7 +19,19 @@ __all__ = [
     "broadcast_object_fn",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "empty_shared",
 ]
+
+
+def empty_shared(*shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor whose exchanges with ranks of the same machine need no copy."""
+    extents = torch.empty(*shape, device="meta").shape  # takes all that torch.empty takes
+    count = extents.numel()
+    if count == 0:
+        return torch.empty(extents, dtype=dtype)
+    memory = world().engine.allocate(count * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype)[:count].view(extents)
+
 
 Parameters = Union[Mapping[str, Any], Iterable[tuple[str, Any]]]
 
@@ -31,6 +43,8 @@ def broadcast_parameters(
 
     `params` is `model.state_dict()` or `model.named_parameters()`. What is no tensor is left alone.
     """
+    if isinstance(params, torch.nn.Module):
+        raise UsageError("broadcast_parameters takes model.state_dict(), not the model")
     items = params.items() if isinstance(params, Mapping) else params
     distinct: dict[Any, torch.Tensor] = {}
     for item in items:

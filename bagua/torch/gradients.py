@@ -1,9 +1,10 @@
 """The gradients of one optimizer: hooks that notice them, buckets that exchange them.
 
-A gradient's way: autograd finishes a parameter's gradient and calls its hook; the last hook of a
-bucket launches the bucket's exchange while backward goes on; when backward ends, what is missing
-is launched too (a parameter without a gradient counts as zeros, so that ranks may differ in what
-they use), everything is waited for, and every `param.grad` is a view of its arena.
+A gradient's way: autograd finishes a parameter's gradient and calls its hook, the engine's Notice,
+which counts and asks `_decide` only where there is something to decide; the last hook of a bucket
+launches the bucket's exchange while backward goes on; when backward ends, what is missing is
+launched too (a parameter without a gradient counts as zeros, so that ranks may differ in what they
+use), everything is waited for, and every `param.grad` is a view of its arena.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from bagua.algorithms import Algorithm, find
 from bagua.common import numpy_ops
+from bagua.common.core import core
 from bagua.common.errors import BaguaError, UsageError
 from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.objects import allgather_object, broadcast_object
@@ -70,11 +72,14 @@ class Gradients:
         )
         self._loose = Loose(self._plan, compression)
         self._grouping = _Grouping(num_groups, groups)
-        self._watched: list[torch.Tensor] = []  # what refresh saw last
+        self._params: list[torch.Tensor] = []  # what refresh saw last
+        self._watched: list[torch.Tensor] = []  # those of them that have hooks
+        self._unwatched: list[torch.Tensor] = []  # and those that are frozen
         self._hooks: dict[torch.Tensor, Any] = {}
         self._slots: dict[torch.Tensor, Slot] = {}
         self._buckets: list[Bucket] = []
         self._order: list[Slot] | None = [] if config.learn_bucket_order else None
+        self._numbers = itertools.count()  # of slots
         self._step = 0
         self._passes = 0  # backward passes that only accumulated
         self._in_backward = False
@@ -86,39 +91,35 @@ class Gradients:
         self._rebuild_due = False  # some slots have left their buckets
         self.refresh()
 
+    def __del__(self) -> None:
+        for hook in getattr(self, "_hooks", {}).values():
+            hook.remove()
+
     # ---- called by autograd --------------------------------------------------------------------
 
-    def _hook(self, slot: Slot) -> Any:
-        gradients = weakref.ref(self)  # or the parameter would keep the optimizer alive
-
-        def ready(_: torch.Tensor) -> None:
-            self = gradients()
-            if self is None:
-                return
-            if not self._in_backward:
-                self._begin_backward()
-            if self._silent:
-                return
-            if self._order is not None:
-                self._order.append(slot)
-            bucket = slot.bucket
-            if bucket is None:
-                return
-            if bucket.handle is not None:
-                if slot.param.grad is slot.view:
-                    raise UsageError(
-                        f"{slot.name} got a second contribution in one backward while the first "
-                        "was being exchanged in the same memory; use zero_grad(set_to_none=True) "
-                        "or checkpoint(..., use_reentrant=False)"
-                    )
-                bucket.stale = True  # a second contribution in one backward: launch once more
-            elif bucket.ready(slot.index):
-                self._launched += 1
-                # Backward is about to end with the last one, and its end to wait and drive.
-                last = self._launched == len(self._buckets)
-                bucket.launch(Urgency.SOON if last else Urgency.NOW)
-
-        return ready
+    def _decide(self, slot: Slot) -> None:
+        if not self._in_backward:
+            self._begin_backward()
+        if self._silent:
+            return
+        if self._order is not None:
+            self._order.append(slot)
+        bucket = slot.bucket
+        if bucket is None:
+            return
+        if bucket.handle is not None:
+            if slot.param.grad is slot.view:
+                raise UsageError(
+                    f"{slot.name} got a second contribution in one backward while the first "
+                    "was being exchanged in the same memory; use zero_grad(set_to_none=True) "
+                    "or checkpoint(..., use_reentrant=False)"
+                )
+            bucket.stale = True  # a second contribution in one backward: launch once more
+        elif bucket.ready(slot.index):
+            self._launched += 1
+            # Backward is about to end with the last one, and its end to wait and drive.
+            last = self._launched == len(self._buckets)
+            bucket.launch(Urgency.SOON if last else Urgency.NOW)
 
     def _begin_backward(self) -> None:
         if self._exchanged and any(bucket.sums_again() for bucket in self._buckets):
@@ -130,6 +131,9 @@ class Gradients:
         self._unshared = True
         self._silent = self.paused or self._passes + 1 < self.passes_per_step
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if self._order is None and not self._silent:
+            for bucket in self._buckets:
+                bucket.count_quietly()
 
     def _end_backward(self) -> None:
         self._in_backward = False
@@ -220,29 +224,35 @@ class Gradients:
 
     def refresh(self) -> None:
         """Notices parameters that were added, frozen or thawed since the last look."""
-        groups = self._optimizer.param_groups
-        wanted = [p for group in groups for p in group["params"] if p.requires_grad]
+        params = [p for group in self._optimizer.param_groups for p in group["params"]]
         # Twice a step, so by identity: a tensor's hash takes longer than all the rest.
-        same = len(wanted) == len(self._watched) and all(map(operator.is_, wanted, self._watched))
-        if same:
+        thawed = any(p.requires_grad for p in self._unwatched)
+        frozen = not all(p.requires_grad for p in self._watched)
+        if _same(params, self._params) and not thawed and not frozen:
             return
+        self._params = params
+        wanted = [p for p in params if p.requires_grad]
+        self._unwatched = [p for p in params if not p.requires_grad]
         self._watched = wanted
         for param in set(self._hooks).difference(wanted):
             self._hooks.pop(param).remove()
-            self._slots.pop(param, None)
+            slot = self._slots.pop(param)
+            if param.grad is slot.view and not slot.view.any():
+                param.grad = None  # the zeros of an exchange; a frozen parameter is not stepped
             self._loose.drop(param)
         fresh = [param for param in wanted if param not in self._hooks]
         known = [slot for bucket in self._buckets for slot in bucket.slots]
         known = [slot for slot in known if slot.param in self._slots]
         # Gradients become ready from the last layer to the first.
-        added = [Slot(self._name(param), param) for param in reversed(fresh)]
+        added = [Slot(self._name(p), p, next(self._numbers)) for p in fresh][::-1]
+        decide = _weakly(self)
         for slot in added:
+            slot.notice = core.notice(decide)
+            slot.may_be_sparse = not self._agreed_on_sparse
             self._slots[slot.param] = slot
             if self._loose.wants_all:
                 self._loose.add(slot)
-            self._hooks[slot.param] = slot.param.register_post_accumulate_grad_hook(
-                self._hook(slot)
-            )
+            self._hooks[slot.param] = slot.param.register_post_accumulate_grad_hook(slot.notice)
         self._check_agreement([known, added])
         self._rebuild([known, added])
         self._unshared = self._unshared or any(s.param.grad is not None for s in added)
@@ -253,7 +263,7 @@ class Gradients:
     def _rebuild(self, runs: Sequence[Sequence[Slot]]) -> None:
         old = {slot: slot.view for bucket in self._buckets for slot in bucket.slots}
         for slot in old:
-            slot.bucket = None
+            slot.leave()
         runs = [[slot for slot in run if not self._loose.has(slot.param)] for run in runs]
         runs = self._grouping.apply([slot for run in runs for slot in run]) or runs
         self._buckets = self._plan.build(runs, self._step, cut=not self._grouping)
@@ -300,23 +310,38 @@ class Gradients:
             for param in self._slots:
                 if param.grad is not None and param.grad.is_sparse:
                     param.grad = param.grad.to_dense()
+        if self._agreed_on_sparse:
+            return
         slots = list(self._slots.values())
-        sparse = [slot.param.grad is not None and slot.param.grad.is_sparse for slot in slots]
-        if not self._agreed_on_sparse:
-            self._agreed_on_sparse = True
-            agreed = self._agreed("sparse", np.array(sparse, np.uint8), ReduceOp.Max)
-            for slot in itertools.compress(slots, agreed):
+        grads = [slot.param.grad for slot in slots]
+        sparse = np.array([grad is not None and grad.is_sparse for grad in grads], np.uint8)
+        self._agreed_on_sparse = True
+        agreed = self._agreed("sparse", sparse, ReduceOp.Max)
+        for slot, is_sparse in zip(slots, agreed):
+            slot.may_be_sparse = bool(is_sparse)
+            if is_sparse:
                 self._loose.add(slot)
-            self._rebuild_due = bool(agreed.any())
-        for slot in itertools.compress(slots, sparse):
-            if not self._loose.has(slot.param):
-                raise UsageError(
-                    f"{slot.name} got a sparse gradient after dense ones; use sparse_as_dense"
-                )
+        self._rebuild_due = bool(agreed.any())
 
     def _agreed(self, what: str, values: Any, op: ReduceOp) -> Any:
         name = f"{self._plan.prefix}.{what}"
         return numpy_ops.allreduce(values, name=name, op=op, process_set=self._process_set)
+
+
+def _weakly(gradients: Gradients) -> Any:
+    """The hook of every parameter; refers to nothing, since torch sees no cycles through hooks."""
+    reference = weakref.ref(gradients)
+
+    def decide(param: torch.Tensor) -> None:
+        self = reference()
+        if self is not None and param in self._slots:
+            self._decide(self._slots[param])
+
+    return decide
+
+
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 class _Grouping:

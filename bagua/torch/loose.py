@@ -29,7 +29,7 @@ class Loose:
     def add(self, slot: Slot) -> None:
         self._slots[slot.param] = slot
         if self.wants_all:
-            slot.bucket = None
+            slot.leave()
 
     def drop(self, param: torch.Tensor) -> None:
         self._slots.pop(param, None)

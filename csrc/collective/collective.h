@@ -2,7 +2,10 @@
 // deadlines and failures arrive as exceptions out of Group::wait.
 #pragma once
 
+#include <functional>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/types.h"
@@ -15,11 +18,19 @@ namespace bagua {
 // nothing. Each borrower names a lane, so that two users in one exchange do not collide.
 class Scratch {
  public:
-  enum Lane { kFusion, kReceive, kCounts, kLanes };
+  enum Lane { kFusion, kShare, kReceive, kCounts, kLanes };
+
+  // What others on this node may look at comes from `arenas`, where there are any.
+  explicit Scratch(std::shared_ptr<Arenas> arenas = nullptr) : arenas_(std::move(arenas)) {}
   char* get(Lane lane, size_t nbytes);
 
  private:
-  std::vector<char> lanes_[kLanes];
+  struct Memory {
+    std::shared_ptr<char> data;
+    size_t nbytes = 0;
+  };
+  const std::shared_ptr<Arenas> arenas_;
+  Memory lanes_[kLanes];
 };
 
 // One exchange of elements of one type. Which fields count depends on the kind:
@@ -41,6 +52,10 @@ struct Job {
   char* out = nullptr;
   std::vector<int64_t> in_counts = {};
   std::vector<int64_t> out_counts = {};
+  // scatter_reduce calls these, if set, before it first looks at elements [begin, begin + count) of
+  // data, and when they are final: so that work on both ends overlaps with the exchange.
+  std::function<void(int64_t begin, int64_t count)> prepare = {};
+  std::function<void(int64_t begin, int64_t count)> arrived = {};
 
   size_t item() const { return dtype_nbytes(dtype); }
   size_t nbytes() const { return static_cast<size_t>(count) * item(); }
@@ -68,5 +83,11 @@ void broadcast(Job& job);
 void allgather(Job& job);
 void alltoall(Job& job);
 void reducescatter(Job& job);
+void shared(Job& job);
+void hierarchical(Job& job);
+void shared_broadcast(Job& job);
+void shared_allgather(Job& job);
+void shared_alltoall(Job& job);
+void shared_reducescatter(Job& job);
 
 }  // namespace bagua

@@ -24,17 +24,28 @@ void scatter_reduce(Job& job) {
     for (int d = 1; d < n; ++d)
       shares.add(
           group.send(group.neighbor(d), mine + at * item, static_cast<size_t>(count * item)));
+    if (job.arrived) job.arrived(begins[group.me()] + at, count);
   };
   reduce_slices(job, {job.data, begins, counts, mine}, share);
 
+  struct Arrival {
+    Ticket ticket;
+    int64_t begin, count;
+  };
+  std::vector<Arrival> arrivals;
   const int64_t step = segment_count(job);
   for (int d = 1; d < n; ++d) {
     const int from = group.neighbor(-d);
     for (int64_t at = 0; at < counts[from]; at += step) {
-      const int64_t count = std::min(step, counts[from] - at);
-      shares.add(group.recv(from, job.data + (begins[from] + at) * item,
-                            static_cast<size_t>(count * item)));
+      const int64_t begin = begins[from] + at, count = std::min(step, counts[from] - at);
+      arrivals.push_back(
+          {group.recv(from, job.data + begin * item, static_cast<size_t>(count * item)), begin,
+           count});
     }
+  }
+  for (const Arrival& arrival : arrivals) {
+    group.wait(arrival.ticket);
+    if (job.arrived) job.arrived(arrival.begin, arrival.count);
   }
   shares.wait();
 }

@@ -1,14 +1,16 @@
 #include "collective/collective.h"
+#include "common/memory.h"
 
 namespace bagua {
 
 char* Scratch::get(Lane lane, size_t nbytes) {
-  auto& memory = lanes_[lane];
-  if (memory.size() < nbytes) {
-    std::vector<char>().swap(memory);  // let go before asking for more
-    memory.resize(nbytes);
+  Memory& memory = lanes_[lane];
+  if (memory.nbytes < nbytes) {
+    memory = {};  // let go before asking for more
+    const bool seen = arenas_ && (lane == kFusion || lane == kShare);
+    memory = {seen ? arenas_->allocate(nbytes) : allocate_lines(nbytes), nbytes};
   }
-  return memory.data();
+  return memory.data.get();
 }
 
 }  // namespace bagua

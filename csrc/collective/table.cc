@@ -1,3 +1,5 @@
+#include <set>
+
 #include "collective/collective.h"
 #include "common/errors.h"
 
@@ -6,12 +8,16 @@ namespace {
 
 // Up to this many bytes one round of whole vectors beats two rounds of slices.
 constexpr size_t kGatherNbytes = 16 << 10;
+// Below this many bytes the steps inside the nodes cost more than the messages they save.
+constexpr size_t kHierarchicalNbytes = 64 << 10;
 // From this many ranks on, a ring's steady neighbours beat slices that everyone sends to everyone.
 constexpr int kRingRanks = 17;
 
 bool always(const Job&) { return true; }
 bool is_adasum(const Job& job) { return job.op == ReduceOp::kAdasum; }
 bool is_linear(const Job& job) { return !is_adasum(job); }
+bool on_one_node(const Job& job) { return job.group.node() != nullptr; }
+bool linear_on_one_node(const Job& job) { return is_linear(job) && on_one_node(job); }
 // A ring rounds to the element type at every hop. 16-bit sums must not, and integers only where
 // nothing is divided or scaled at the end: a sum that wraps around comes out the same.
 bool ring_can(const Job& job) {
@@ -23,6 +29,14 @@ bool ring_fits(const Job& job) {
   return ring_can(job) && job.group.size() >= kRingRanks &&
          job.nbytes() / static_cast<size_t>(job.group.size()) >= (64 << 10);
 }
+// Between nodes values are rounded to the element type once more than a promise allows.
+bool hierarchical_can(const Job& job) { return ring_can(job); }
+bool hierarchical_fits(const Job& job) {
+  if (!hierarchical_can(job) || job.nbytes() < kHierarchicalNbytes) return false;
+  std::set<int> nodes;
+  for (int i = 0; i < job.group.size(); ++i) nodes.insert(job.group.node_of(i));
+  return nodes.size() > 1 && nodes.size() < static_cast<size_t>(job.group.size());
+}
 bool gather_fits(const Job& job) {
   return is_linear(job) &&
          job.nbytes() * static_cast<size_t>(job.group.size() - 1) <= kGatherNbytes;
@@ -33,12 +47,19 @@ bool gather_fits(const Job& job) {
 const std::vector<Collective>& collectives() {
   static const std::vector<Collective> table = {
       {"adasum", OpKind::kAllreduce, is_adasum, is_adasum, adasum},
+      {"shared", OpKind::kAllreduce, linear_on_one_node, linear_on_one_node, shared},
+      {"hierarchical", OpKind::kAllreduce, hierarchical_fits, hierarchical_can, hierarchical},
       {"gather_reduce", OpKind::kAllreduce, gather_fits, is_linear, gather_reduce},
       {"ring", OpKind::kAllreduce, ring_fits, ring_can, ring},
       {"scatter_reduce", OpKind::kAllreduce, is_linear, is_linear, scatter_reduce},
+      {"shared_broadcast", OpKind::kBroadcast, on_one_node, on_one_node, shared_broadcast},
       {"broadcast", OpKind::kBroadcast, always, always, broadcast},
+      {"shared_allgather", OpKind::kAllgather, on_one_node, on_one_node, shared_allgather},
       {"allgather", OpKind::kAllgather, always, always, allgather},
+      {"shared_alltoall", OpKind::kAlltoall, on_one_node, on_one_node, shared_alltoall},
       {"alltoall", OpKind::kAlltoall, always, always, alltoall},
+      {"shared_reducescatter", OpKind::kReducescatter, on_one_node, on_one_node,
+       shared_reducescatter},
       {"reducescatter", OpKind::kReducescatter, always, always, reducescatter},
   };
   return table;

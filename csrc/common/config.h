@@ -15,6 +15,8 @@ struct Config {
   double start_timeout_s = 60;
   double spin_us = 50;
   bool inline_drive = true;
+  bool shared_memory = true;         // where the system lets the ranks of a machine
+  bool needs_shared_memory = false;  // and fail where it does not
   std::string network_interfaces;
   std::string log_level = "warning";
 };

@@ -1,14 +1,10 @@
 #include "engine/bucket.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
+
+#include "common/memory.h"
 
 namespace bagua {
-namespace {
-constexpr int64_t kLineNbytes = 64;
-}
-
 Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
                const std::vector<int64_t>& slot_counts, Description exchange, int32_t set,
                int32_t priority)
@@ -20,17 +16,12 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
       is_ready_(slot_counts.size()),
       left_(slot_counts.size()) {
   description_.priority = priority;
-  const int64_t line = kLineNbytes / static_cast<int64_t>(dtype_nbytes(dtype));
+  const int64_t line = static_cast<int64_t>(kLineNbytes / dtype_nbytes(dtype));
   for (const int64_t count : slot_counts) {
     begins_.push_back(count_);
     count_ += (count + line - 1) / line * line;
   }
-  const auto rounded = static_cast<size_t>(std::max<int64_t>(nbytes(), kLineNbytes));
-  char* memory = static_cast<char*>(std::aligned_alloc(kLineNbytes, rounded));
-  if (!memory)
-    throw InternalError("cannot allocate " + std::to_string(nbytes()) + " bytes for " + name_);
-  std::memset(memory, 0, rounded);
-  arena_.reset(memory, std::free);
+  arena_ = engine_->allocate(static_cast<size_t>(nbytes()));
   if (description_.op == ReduceOp::kAdasum) {  // weighs every tensor by itself
     for (size_t i = 0; i < slot_counts.size(); ++i) add_part(begins_[i], slot_counts[i]);
   } else {
@@ -52,6 +43,16 @@ bool Bucket::ready(int slot) {
   return --left_ == 0;
 }
 
+bool Bucket::ready_but_not_last(int slot) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto at = static_cast<size_t>(slot);
+  if (is_ready_.at(at)) return true;
+  if (left_ == 1) return false;
+  is_ready_[at] = true;
+  --left_;
+  return true;
+}
+
 HandlePtr Bucket::launch(Engine::Urgency urgency) { return engine_->submit(start_over(), urgency); }
 
 void Bucket::refuse(const std::string& problem) {
@@ -61,6 +62,7 @@ void Bucket::refuse(const std::string& problem) {
 }
 
 RequestPtr Bucket::start_over() {
+  quiet_ = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     std::fill(is_ready_.begin(), is_ready_.end(), false);

@@ -1,6 +1,7 @@
 // Many tensors in one arena, exchanged together and in place each time all of them are ready.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -27,6 +28,11 @@ class Bucket {
   // The slot's values are there; saying so again changes nothing. True for the call that makes the
   // last slot ready: then the values must be in the arena and launch() is due. Any thread.
   bool ready(int slot);
+  // While a bucket counts quietly, until its launch, only who makes the last slot ready must act.
+  void count_quietly() { quiet_ = true; }
+  bool quiet() const { return quiet_; }
+  // Like ready(), but leaves the last slot to somebody who then calls ready(): false for that one.
+  bool ready_but_not_last(int slot);
   // Slots not ready since the last launch.
   std::vector<int> missing() const;
   // Starts the exchange of the whole arena and counts anew.
@@ -48,6 +54,7 @@ class Bucket {
   Description description_;
   std::vector<Part> parts_;
 
+  std::atomic<bool> quiet_{false};
   mutable std::mutex mutex_;
   std::vector<bool> is_ready_;  // mutex_
   size_t left_ = 0;             // mutex_: slots not ready yet

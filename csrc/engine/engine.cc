@@ -1,9 +1,11 @@
 #include "engine/engine.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "common/clock.h"
+#include "common/memory.h"
 #include "engine/engine_waiter.h"
 
 namespace bagua {
@@ -32,6 +34,7 @@ Engine::Engine(const Config& config, std::unique_ptr<Transport> transport,
       ledger_(rank_ == 0 ? std::make_unique<Ledger>(size_) : nullptr),
       liveness_(*channel_, rank_, size_, config_.peer_timeout_s),
       waiter_(std::make_unique<EngineWaiter>(*this)),
+      scratch_(std::make_unique<Scratch>(arenas())),
       left_(static_cast<size_t>(size_)) {
   Set& world = sets_[0];
   for (int r = 0; r < size_; ++r) world.ranks.push_back(r);
@@ -57,6 +60,18 @@ std::string Engine::name_of(int rank) const {
 FailurePtr Engine::failure() {
   std::lock_guard<std::mutex> lock(mutex_);
   return failure_;
+}
+
+std::shared_ptr<Arenas> Engine::arenas() const {
+  Node* node = transport_->node();
+  return node ? node->arenas() : nullptr;
+}
+
+std::shared_ptr<char> Engine::allocate(size_t nbytes) {
+  if (const auto arenas = this->arenas()) return arenas->allocate(nbytes);
+  const auto memory = allocate_lines(nbytes);
+  std::memset(memory.get(), 0, nbytes);
+  return memory;
 }
 
 std::vector<int> Engine::ranks_of(int32_t set) {

@@ -59,6 +59,10 @@ class Engine {
   // Blocks until the handle is done or the time is up; true when done. Any thread.
   bool wait(const Handle& handle, double timeout_s);
 
+  // Memory that exchanges with the ranks of this machine need not copy: zeros, on a cache line,
+  // shared if anything is. Any thread.
+  std::shared_ptr<char> allocate(size_t nbytes);
+
   // Ranks of a process set; throws UsageError when there is none or this rank is not in it.
   std::vector<int> ranks_of(int32_t set);
 
@@ -107,6 +111,7 @@ class Engine {
   bool turn(int timeout_us);
   void receive(int timeout_us);
   void handle(const Message& message);
+  std::shared_ptr<Arenas> arenas() const;
   bool anything_open() const { return open_count_ > 0; }
   std::string name_of(int rank) const;
 
@@ -120,6 +125,7 @@ class Engine {
   void run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed,
                   const std::vector<Entry>& forgotten);
   void exchange(const Set& set, const std::vector<RequestPtr>& requests);
+  void tell_choice(const Collective& row, const Job& job);
   RequestPtr stand_in(const Set& set, const Entry& entry);
   void run_special(Request& request);
   void finish_join(int32_t id, int last_joined);
@@ -149,7 +155,7 @@ class Engine {
   std::unique_ptr<Ledger> ledger_;  // rank 0 only
   Liveness liveness_;
   std::unique_ptr<Waiter> waiter_;
-  std::unique_ptr<Scratch> scratch_ = std::make_unique<Scratch>();
+  std::unique_ptr<Scratch> scratch_;
   std::map<int32_t, Set> sets_;
   int32_t next_set_ = 1;
   std::vector<Message> inbox_;
@@ -160,7 +166,8 @@ class Engine {
   double ticked_s_ = 0;
   double warned_s_ = 0;
   std::vector<RequestPtr> exchanging_;  // agreed, perhaps not yet done
-  std::vector<bool> left_;              // by rank: shut down or gone, as far as this rank hears
+  std::unordered_set<const Collective*> chosen_;
+  std::vector<bool> left_;  // by rank: shut down or gone, as far as this rank hears
   bool stopping_now_ = false;
   bool caller_drives_ = false;  // a waiting thread does, not the coordination thread
 

@@ -175,10 +175,19 @@ void Engine::run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed,
 void Engine::exchange(const Set& set, const std::vector<RequestPtr>& requests) {
   Group group(*transport_, *waiter_, set.ranks, set.me);
   run_special(*requests[0]);
-  run_exchange(requests, group, set.ranks, {*scratch_, config_.allreduce, config_.fusion_nbytes});
+  run_exchange(requests, group, set.ranks,
+               {*scratch_, config_.allreduce, config_.fusion_nbytes,
+                [this](const Collective& row, const Job& job) { tell_choice(row, job); }});
   sent_nbytes_ += group.sent_nbytes();
   ++exchange_count_;
   complete(requests, nullptr);
+}
+
+// What was chosen is told once.
+void Engine::tell_choice(const Collective& row, const Job& job) {
+  if (!chosen_.insert(&row).second || !log_.enabled(LogLevel::kInfo)) return;
+  log_.write(LogLevel::kInfo, std::string(kind_name(row.kind)) + " over " +
+                                  std::to_string(job.group.size()) + " ranks uses " + row.name);
 }
 
 // A rank that has joined contributes nothing: zeros, or no rows.

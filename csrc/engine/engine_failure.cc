@@ -62,6 +62,9 @@ std::string Engine::refuse_in(const Request& request, const std::vector<int>& ra
     int64_t sum = 0;
     for (const int64_t rows : request.splits) {
       if (rows < 0) return "splits has a negative number";
+      if (rows > request.rows[0] - sum)  // which no sum overflows
+        return "splits add up to more than the tensor's " + std::to_string(request.rows[0]) +
+               " rows";
       sum += rows;
     }
     if (static_cast<int>(request.splits.size()) != n)
@@ -177,7 +180,7 @@ void Engine::let_go_of_exchange() {
     for (const Output& output : request->handle->outputs) kept->push_back(output.data);
   }
   scratch_.release();
-  scratch_ = std::make_unique<Scratch>();
+  scratch_ = std::make_unique<Scratch>(arenas());
 }
 
 // Every open request gets the failure, also those nobody has looked at yet.

@@ -4,6 +4,7 @@
 
 #include "common/clock.h"
 #include "engine/engine.h"
+#include "transport/node.h"
 
 namespace bagua {
 namespace {
@@ -11,6 +12,7 @@ namespace {
 constexpr int kPausesPerLook = 16;  // between looks at the clock while spinning
 constexpr double kYieldUs = 200;    // after spinning, let others run but stay ready
 constexpr int kNapUs = 50;
+constexpr int kSleepUs = 2000;  // where a peer wakes us; in between we look for control messages
 
 }  // namespace
 
@@ -19,7 +21,7 @@ void EngineWaiter::begin() {
   began_s_ = 0;
 }
 
-void EngineWaiter::pause() {
+void EngineWaiter::pause(Node* node) {
   if (++pauses_ % kPausesPerLook != 0) return cpu_relax();
   const double now = now_s();
   if (began_s_ == 0) began_s_ = warned_s_ = now;
@@ -34,7 +36,8 @@ void EngineWaiter::pause() {
     }
   }
   pauses_ = kPausesPerLook - 1;  // from here on every pause is a nap
-  engine_.receive(kNapUs);
+  if (node) node->sleep(kSleepUs);
+  engine_.receive(node ? 0 : kNapUs);
   engine_.tick();
   engine_.check_progress(now - began_s_, warned_s_);
 }

@@ -13,7 +13,7 @@ class EngineWaiter : public Waiter {
  public:
   explicit EngineWaiter(Engine& engine) : engine_(engine) {}
   void begin() override;
-  void pause() override;
+  void pause(Node* node) override;
 
  private:
   Engine& engine_;

@@ -1,10 +1,10 @@
 #include "engine/exchange.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <new>
+
+#include "common/memory.h"
 
 namespace bagua {
 namespace {
@@ -21,16 +21,15 @@ void copy(char* to, const char* from, int64_t nbytes) {
   if (to != from && nbytes > 0) std::memcpy(to, from, static_cast<size_t>(nbytes));
 }
 
-std::shared_ptr<char> allocate(int64_t nbytes) {
-  const auto rounded = static_cast<size_t>((std::max<int64_t>(nbytes, 1) + 63) / 64 * 64);
-  char* memory = static_cast<char*>(std::aligned_alloc(64, rounded));
-  if (!memory)
-    throw InternalError("cannot allocate " + std::to_string(nbytes) + " bytes for a result");
-  return std::shared_ptr<char>(memory, std::free);
-}
-
 int member_of(const std::vector<int>& ranks, int rank) {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+}
+
+void run(OpKind kind, Job& job, const Workbench& bench) {
+  const bool named = kind == OpKind::kAllreduce;
+  const Collective& row = choose_collective(kind, job, named ? bench.allreduce : "auto");
+  bench.chosen(row, job);
+  row.run(job);
 }
 
 // Non-empty tensors of all requests, element types together, otherwise in order.
@@ -103,7 +102,7 @@ void exchange_allreduce(const std::vector<RequestPtr>& requests, Group& group,
                  job.count = count;
                  if (!is_linear(d.op)) scale(dtype, data, count, d.prescale);
                  if (group.size() == 1) return scale(dtype, data, count, finish.factor);
-                 choose_collective(OpKind::kAllreduce, job, bench.allreduce).run(job);
+                 run(OpKind::kAllreduce, job, bench);
                });
 }
 
@@ -120,7 +119,7 @@ void exchange_broadcast(const std::vector<RequestPtr>& requests, Group& group,
       job.data = data;
       job.count = count;
       job.root = root;
-      choose_collective(OpKind::kBroadcast, job, "auto").run(job);
+      run(OpKind::kBroadcast, job, bench);
     });
   }
 }
@@ -140,7 +139,7 @@ std::vector<int64_t> exchange_counts(OpKind kind, const std::vector<int64_t>& in
   job.out = memory;
   job.in_counts.assign(n, per_rank);
   job.out_counts.assign(n, per_rank);
-  choose_collective(kind, job, "auto").run(job);
+  run(kind, job, bench);
   const auto* out = reinterpret_cast<const int64_t*>(memory);
   return {out, out + out_count};
 }
@@ -160,10 +159,10 @@ void exchange_allgather(const Request& request, Group& group, const Workbench& b
       job.out_counts.push_back(output.rows.back() * row_count);
       total += job.out_counts.back();
     }
-    output.data = allocate(total * static_cast<int64_t>(job.item()));
+    output.data = allocate_lines(static_cast<size_t>(total) * job.item());
     job.in = request.parts[i].in;
     job.out = output.data.get();
-    choose_collective(OpKind::kAllgather, job, "auto").run(job);
+    run(OpKind::kAllgather, job, bench);
   }
 }
 
@@ -179,10 +178,10 @@ void exchange_alltoall(const Request& request, Group& group, const Workbench& be
     job.out_counts.push_back(output.rows[rank] * row_count);
     total += job.out_counts.back();
   }
-  output.data = allocate(total * static_cast<int64_t>(job.item()));
+  output.data = allocate_lines(static_cast<size_t>(total) * job.item());
   job.in = request.parts[0].in;
   job.out = output.data.get();
-  choose_collective(OpKind::kAlltoall, job, "auto").run(job);
+  run(OpKind::kAlltoall, job, bench);
 }
 
 void exchange_reducescatter(const Request& request, Group& group, const Workbench& bench) {
@@ -203,7 +202,7 @@ void exchange_reducescatter(const Request& request, Group& group, const Workbenc
       scale(job.dtype, scaled, infos[i].count(), d.prescale);
       job.in = scaled;
     }
-    choose_collective(OpKind::kReducescatter, job, "auto").run(job);
+    run(OpKind::kReducescatter, job, bench);
   }
 }
 

@@ -2,6 +2,7 @@
 // collective wants, runs it, and brings the results back.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,7 @@ struct Workbench {
   Scratch& scratch;
   const std::string& allreduce;  // the collective the user wants, or "auto"
   int64_t fusion_nbytes;
+  std::function<void(const Collective&, const Job&)> chosen;  // told before each collective runs
 };
 
 // Requests of one kind, alike in everything but their tensors, in agreed order. `ranks` are the

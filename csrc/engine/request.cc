@@ -36,10 +36,11 @@ Difference tensor_difference(const Description& here, const Description& there) 
 
 }  // namespace
 
-void Description::add_tensor(DType dtype, const std::vector<int64_t>& shape) {
+void Description::add_tensor(DType dtype, const int64_t* shape, size_t ndim) {
+  if (layout.empty()) layout.reserve(2 + ndim);
   layout.push_back(static_cast<int64_t>(dtype));
-  layout.push_back(static_cast<int64_t>(shape.size()));
-  layout.insert(layout.end(), shape.begin(), shape.end());
+  layout.push_back(static_cast<int64_t>(ndim));
+  layout.insert(layout.end(), shape, shape + ndim);
 }
 
 bool Description::operator==(const Description& other) const {

@@ -27,7 +27,10 @@ struct Description {
   // Per tensor: element type, number of dimensions, dimensions. For add_process_set: the ranks.
   std::vector<int64_t> layout;
 
-  void add_tensor(DType dtype, const std::vector<int64_t>& shape);
+  void add_tensor(DType dtype, const int64_t* shape, size_t ndim);
+  void add_tensor(DType dtype, const std::vector<int64_t>& shape) {
+    add_tensor(dtype, shape.data(), shape.size());
+  }
   bool operator==(const Description& other) const;
   std::string encode() const;
   static Description decode(std::string_view bytes);
@@ -105,7 +108,7 @@ struct Request {
   int32_t set = 0;
   Description description;
   std::vector<Part> parts;
-  std::vector<int64_t> rows;        // first dimension of each tensor on this rank
+  std::vector<int64_t> rows;        // allgather, alltoall: this rank's, of each tensor
   std::vector<int64_t> splits;      // alltoall: rows for each rank
   std::string refusal;              // not empty: this rank cannot take part, and why
   std::shared_ptr<void> keepalive;  // whatever owns the memory, until done

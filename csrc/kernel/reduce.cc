@@ -1,17 +1,11 @@
 #include "kernel/reduce.h"
 
+#include <algorithm>
 #include <cstring>
 #include <type_traits>
 
 #include "kernel/half.h"
-
-// One source, several instruction sets: the loader picks the best at run time.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
-    !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
-#define BAGUA_MULTI_ISA __attribute__((target_clones("default", "avx2", "avx512f")))
-#else
-#define BAGUA_MULTI_ISA
-#endif
+#include "kernel/stream.h"
 
 namespace bagua {
 namespace {
@@ -108,6 +102,17 @@ struct Greater {
   }
 };
 
+void deliver(const Targets& targets, size_t at, const void* from, size_t nbytes, Isa isa) {
+  for (int i = 0; i < targets.count; ++i) {
+    char* to = static_cast<char*>(targets.all[i]) + at;
+    if (targets.stream) {
+      stream_copy(to, from, nbytes, isa);
+    } else {
+      std::memcpy(to, from, nbytes);
+    }
+  }
+}
+
 template <class A>
 inline A finished(A a, Finish f) {
   if constexpr (std::is_integral_v<A>) {
@@ -121,14 +126,15 @@ inline A finished(A a, Finish f) {
   }
 }
 
-// The compiler must see the loops with T and Op known, inside a function cloned per ISA; a
-// template cannot be cloned, so each clone inlines this body.
+// The compiler must see the loops with T and Op known, inside a function per instruction set, so
+// each of those inlines this body.
 template <class T, class Op>
-[[gnu::always_inline]] inline void reduce_body(T* dst, const void* const* srcs, int nsrcs,
-                                               int64_t count, Finish finish) {
+[[gnu::always_inline]] inline void reduce_body(const Targets& targets, const void* const* srcs,
+                                               int nsrcs, int64_t count, Finish finish, Isa isa) {
   using E = Element<T>;
   using A = typename E::Acc;
   A acc[kBlock];
+  T results[kBlock];
   for (int64_t at = 0; at < count; at += kBlock) {
     const int64_t n = count - at < kBlock ? count - at : kBlock;
     const T* first = static_cast<const T*>(srcs[0]) + at;
@@ -142,74 +148,71 @@ template <class T, class Op>
       const T* src = static_cast<const T*>(srcs[s]) + at;
       for (int64_t i = 0; i < n; ++i) acc[i] = Op::apply(acc[i], E::load(src[i]));
     }
-    T* out = dst + at;
+    const bool direct = targets.count == 1 && !targets.stream;
+    T* out = direct ? static_cast<T*>(targets.all[0]) + at : results;
     if (finish.identity()) {
       for (int64_t i = 0; i < n; ++i) out[i] = E::store(acc[i]);
     } else {
       for (int64_t i = 0; i < n; ++i) out[i] = E::store(finished(acc[i], finish));
     }
+    if (!direct) deliver(targets, at * sizeof(T), results, static_cast<size_t>(n) * sizeof(T), isa);
   }
 }
 
 template <class T>
-[[gnu::always_inline]] inline void reduce_op(ReduceOp op, void* dst, const void* const* srcs,
-                                             int nsrcs, int64_t count, Finish finish) {
-  T* out = static_cast<T*>(dst);
+[[gnu::always_inline]] inline void reduce_op(ReduceOp op, const Targets& targets,
+                                             const void* const* srcs, int nsrcs, int64_t count,
+                                             Finish finish, Isa isa) {
   switch (op) {
     case ReduceOp::kProduct:
-      return reduce_body<T, Multiply>(out, srcs, nsrcs, count, finish);
+      return reduce_body<T, Multiply>(targets, srcs, nsrcs, count, finish, isa);
     case ReduceOp::kMin:
       if constexpr (!is_complex_type<T>::value)
-        return reduce_body<T, Lesser>(out, srcs, nsrcs, count, finish);
+        return reduce_body<T, Lesser>(targets, srcs, nsrcs, count, finish, isa);
       return;
     case ReduceOp::kMax:
       if constexpr (!is_complex_type<T>::value)
-        return reduce_body<T, Greater>(out, srcs, nsrcs, count, finish);
+        return reduce_body<T, Greater>(targets, srcs, nsrcs, count, finish, isa);
       return;
     default:
-      return reduce_body<T, Add>(out, srcs, nsrcs, count, finish);
+      return reduce_body<T, Add>(targets, srcs, nsrcs, count, finish, isa);
   }
 }
 
-// The hot types get a clone per ISA, the others the baseline.
-BAGUA_MULTI_ISA void reduce_f32(ReduceOp op, void* dst, const void* const* srcs, int nsrcs,
-                                int64_t count, Finish finish) {
-  reduce_op<float>(op, dst, srcs, nsrcs, count, finish);
-}
-BAGUA_MULTI_ISA void reduce_f64(ReduceOp op, void* dst, const void* const* srcs, int nsrcs,
-                                int64_t count, Finish finish) {
-  reduce_op<double>(op, dst, srcs, nsrcs, count, finish);
-}
-BAGUA_MULTI_ISA void reduce_f16(ReduceOp op, void* dst, const void* const* srcs, int nsrcs,
-                                int64_t count, Finish finish) {
-  reduce_op<F16>(op, dst, srcs, nsrcs, count, finish);
-}
-BAGUA_MULTI_ISA void reduce_bf16(ReduceOp op, void* dst, const void* const* srcs, int nsrcs,
-                                 int64_t count, Finish finish) {
-  reduce_op<BF16>(op, dst, srcs, nsrcs, count, finish);
-}
+// The hot types get a function per instruction set, the others the baseline.
+#define BAGUA_REDUCE(isa, attribute)                                                              \
+  attribute void reduce_##isa(DType dtype, ReduceOp op, const Targets& targets,                   \
+                              const void* const* srcs, int nsrcs, int64_t count, Finish finish) { \
+    switch (dtype) {                                                                              \
+      case DType::kF32:                                                                           \
+        return reduce_op<float>(op, targets, srcs, nsrcs, count, finish, Isa::isa);               \
+      case DType::kF64:                                                                           \
+        return reduce_op<double>(op, targets, srcs, nsrcs, count, finish, Isa::isa);              \
+      case DType::kF16:                                                                           \
+        return reduce_op<F16>(op, targets, srcs, nsrcs, count, finish, Isa::isa);                 \
+      default:                                                                                    \
+        return reduce_op<BF16>(op, targets, srcs, nsrcs, count, finish, Isa::isa);                \
+    }                                                                                             \
+  }
+BAGUA_CLONES(BAGUA_REDUCE)
+#define BAGUA_ENTRY(isa, attribute) reduce_##isa,
+constexpr void (*reduces[kIsaCount])(DType, ReduceOp, const Targets&, const void* const*, int,
+                                     int64_t, Finish) = {BAGUA_CLONES(BAGUA_ENTRY)};
+#undef BAGUA_ENTRY
+#undef BAGUA_REDUCE
 
 }  // namespace
 
-void reduce(DType dtype, ReduceOp op, void* dst, const void* const* srcs, int nsrcs, int64_t count,
-            Finish finish) {
-  switch (dtype) {
-    case DType::kF32:
-      return reduce_f32(op, dst, srcs, nsrcs, count, finish);
-    case DType::kF64:
-      return reduce_f64(op, dst, srcs, nsrcs, count, finish);
-    case DType::kF16:
-      return reduce_f16(op, dst, srcs, nsrcs, count, finish);
-    case DType::kBF16:
-      return reduce_bf16(op, dst, srcs, nsrcs, count, finish);
-    default:
-      dispatch(dtype, [&](auto tag) {
-        using T = typename decltype(tag)::type;
-        if constexpr (!std::is_floating_point_v<T> && !std::is_same_v<T, F16> &&
-                      !std::is_same_v<T, BF16>)
-          reduce_op<T>(op, dst, srcs, nsrcs, count, finish);
-      });
-  }
+void reduce(DType dtype, ReduceOp op, const Targets& targets, const void* const* srcs, int nsrcs,
+            int64_t count, Finish finish, Isa isa) {
+  if (is_float(dtype))
+    return reduces[static_cast<int>(isa)](dtype, op, targets, srcs, nsrcs, count, finish);
+  dispatch(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if constexpr (!std::is_floating_point_v<T> && !std::is_same_v<T, F16> &&
+                  !std::is_same_v<T, BF16>)
+      reduce_op<T>(op, targets, srcs, nsrcs, count, finish, isa);
+  });
 }
 
 void scale(DType dtype, void* data, int64_t count, double factor) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/types.h"
+#include "kernel/isa.h"
 
 namespace bagua {
 
@@ -15,11 +16,28 @@ struct Finish {
   bool identity() const { return divisor == 1 && factor == 1; }
 };
 
-// dst[i] = finish(op(srcs[0][i], srcs[1][i], ...)), in that order. 16-bit floats accumulate in
-// float and integers below 64 bits in a wider one, so there is one rounding per result.
-// dst may be one of the sources. Integers truncate toward zero after an average or a scale.
-void reduce(DType dtype, ReduceOp op, void* dst, const void* const* srcs, int nsrcs, int64_t count,
-            Finish finish);
+// Where results go: to one place or, alike, to several; past the caches if `stream`, after which
+// stream_fence() is due before others are told.
+struct Targets {
+  Targets(void* one) : one_(one), all(&one_), count(1) {}  // NOLINT: a pointer is a target
+  Targets(void* const* all, int count, bool stream) : all(all), count(count), stream(stream) {}
+  Targets(const Targets&) = delete;
+
+ private:
+  void* one_ = nullptr;
+
+ public:
+  void* const* all;
+  int count;
+  bool stream = false;
+};
+
+// dst[i] = finish(op(srcs[0][i], srcs[1][i], ...)), in that order, for every target. 16-bit floats
+// accumulate in float and integers below 64 bits in a wider one, so there is one rounding per
+// result. A target may be one of the sources. Integers truncate toward zero after an average or a
+// scale.
+void reduce(DType dtype, ReduceOp op, const Targets& targets, const void* const* srcs, int nsrcs,
+            int64_t count, Finish finish, Isa isa = best_isa());
 
 // data[i] *= factor, rounded like reduce().
 void scale(DType dtype, void* data, int64_t count, double factor);

@@ -1,8 +1,10 @@
 // The ranks that take part in one exchange, seen from one of them. Collectives speak only to this.
 #pragma once
 
+#include <utility>
 #include <vector>
 
+#include "transport/node.h"
 #include "transport/transport.h"
 
 namespace bagua {
@@ -10,8 +12,31 @@ namespace bagua {
 class Group {
  public:
   // `ranks` are transport ranks in ascending order; `me` is an index into them.
-  Group(Transport& transport, Waiter& waiter, const std::vector<int>& ranks, int me)
-      : transport_(transport), waiter_(waiter), ranks_(ranks), me_(me) {}
+  Group(Transport& transport, Waiter& waiter, std::vector<int> ranks, int me)
+      : transport_(transport),
+        waiter_(waiter),
+        ranks_(std::move(ranks)),
+        me_(me),
+        node_(transport.node()) {
+    for (size_t i = 0; node_ && i < ranks_.size(); ++i) {
+      node_indices_.push_back(node_->index_of(ranks_[i]));
+      if (node_indices_.back() < 0) node_ = nullptr;
+    }
+  }
+  // Some of them, by index, ascending; this rank is one.
+  Group part(const std::vector<int>& indices) const {
+    std::vector<int> ranks;
+    int me = -1;
+    for (const int i : indices) {
+      if (i == me_) me = static_cast<int>(ranks.size());
+      ranks.push_back(ranks_[i]);
+    }
+    return {transport_, waiter_, std::move(ranks), me};
+  }
+  // What a part of this group has sent is sent by it.
+  void add_sent(const Group& part) { sent_nbytes_ += part.sent_nbytes_; }
+  // Equal for those that share memory.
+  int node_of(int index) const { return transport_.node_of(ranks_[index]); }
   Group(const Group&) = delete;
 
   int size() const { return static_cast<int>(ranks_.size()); }
@@ -31,16 +56,55 @@ class Group {
   void wait(Ticket ticket) {
     if (transport_.done(ticket)) return;
     waiter_.begin();
-    do waiter_.pause();
+    do waiter_.pause(nullptr);
     while (!transport_.done(ticket));
   }
+
+  // ---- where all of them are on one node -------------------------------------------------------
+
+  // Null if they are not, or share no memory.
+  Node* node() const { return node_; }
+  // Everyone has come this far: what they wrote before can be read, what they read overwritten.
+  // Returns what each of them noted; my own note is not among it.
+  std::vector<Note> step(const Note& note = {}) {
+    std::vector<Note> notes(ranks_.size());
+    for (int d = 1; d < size(); ++d) node_->tell(node_indices_[neighbor(d)], note);
+    for (int d = 1; d < size(); ++d) notes[neighbor(d)] = hear_peer(node_indices_[neighbor(d)]);
+    return notes;
+  }
+  // A step that nobody waits for now; settle() does, before memory that was looked at is used
+  // again.
+  void leave() {
+    for (int d = 1; d < size(); ++d) {
+      const int peer = node_indices_[neighbor(d)];
+      node_->tell(peer);
+      node_->owes(peer) = true;
+    }
+  }
+  void settle() {
+    for (int peer = 0; peer < node_->size(); ++peer)
+      if (std::exchange(node_->owes(peer), false)) hear_peer(peer);
+  }
+  char* at(int index, const Place& place) { return node_->at(node_indices_[index], place); }
+
   int64_t sent_nbytes() const { return sent_nbytes_; }
 
  private:
+  Note hear_peer(int peer) {
+    if (!node_->heard(peer)) {
+      waiter_.begin();
+      do waiter_.pause(node_);
+      while (!node_->heard(peer));
+    }
+    return node_->note_of(peer);
+  }
+
   Transport& transport_;
   Waiter& waiter_;
-  const std::vector<int>& ranks_;
+  const std::vector<int> ranks_;
   const int me_;
+  Node* node_;
+  std::vector<int> node_indices_;
   int64_t sent_nbytes_ = 0;
 };
 

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <vector>
 
+#include "transport/node.h"
 #include "transport/transport.h"
 
 namespace bagua {
@@ -15,14 +16,17 @@ namespace bagua {
 // The wires between the ranks of one loopback world.
 class LoopbackHub {
  public:
-  explicit LoopbackHub(int size) : size_(size) {}
+  // With `node_of`, the node of each rank, the ranks of a node share memory as processes would.
+  explicit LoopbackHub(int size, const std::vector<int>& node_of = {});
   int size() const { return size_; }
   std::unique_ptr<Transport> connect(int rank);
 
  private:
   friend class LoopbackTransport;
   const int size_;
+  const std::vector<int> node_of_;
   std::mutex mutex_;
+  std::vector<std::unique_ptr<Node>> nodes_;  // by rank, until it connects
   // Messages sent and not yet received, per (from, to). Guarded by mutex_.
   std::map<std::pair<int, int>, std::deque<std::vector<char>>> wires_;
 };

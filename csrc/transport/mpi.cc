@@ -3,9 +3,11 @@
 #include <mpi.h>
 
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 #include "common/errors.h"
+#include "transport/node.h"
 
 namespace bagua {
 namespace {
@@ -22,16 +24,70 @@ void check(int code, const char* call) {
   throw PeerError(std::string(call) + ": " + std::string(text, length));
 }
 
+// A communicator of the ranks on this machine, while it is needed.
+class Local {
+ public:
+  Local(MPI_Comm comm, int rank) {
+    check(MPI_Comm_split_type(comm, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &comm_),
+          "MPI_Comm_split_type");
+    MPI_Comm_size(comm_, &size_);
+  }
+  ~Local() { MPI_Comm_free(&comm_); }
+  Local(const Local&) = delete;
+  int size() const { return size_; }
+
+  // What every rank gives, in order.
+  std::vector<std::string> exchange(const std::string& mine) const {
+    const int nbytes = static_cast<int>(mine.size());
+    std::vector<int> counts(static_cast<size_t>(size_)), begins(counts.size());
+    check(MPI_Allgather(&nbytes, 1, MPI_INT, counts.data(), 1, MPI_INT, comm_), "MPI_Allgather");
+    std::partial_sum(counts.begin(), counts.end() - 1, begins.begin() + 1);
+    std::string all(static_cast<size_t>(begins.back() + counts.back()), 0);
+    check(MPI_Allgatherv(mine.data(), nbytes, MPI_BYTE, all.data(), counts.data(), begins.data(),
+                         MPI_BYTE, comm_),
+          "MPI_Allgatherv");
+    std::vector<std::string> parts;
+    for (size_t i = 0; i < counts.size(); ++i)
+      parts.push_back(all.substr(static_cast<size_t>(begins[i]), static_cast<size_t>(counts[i])));
+    return parts;
+  }
+
+ private:
+  MPI_Comm comm_ = MPI_COMM_NULL;
+  int size_ = 0;
+};
+
+std::unique_ptr<Node> meet(MPI_Comm comm, int rank, std::string& why_not) {
+  const Local local(comm, rank);
+  if (local.size() == 1) return nullptr;
+  std::vector<int> ranks;
+  for (const std::string& text : local.exchange(std::to_string(rank)))
+    ranks.push_back(std::stoi(text));
+  return Node::meet(
+      ranks, rank, [&](const std::string& mine) { return local.exchange(mine); }, why_not);
+}
+
 class MpiTransport : public Transport {
  public:
-  explicit MpiTransport(MPI_Comm comm) : comm_(comm) {
+  MpiTransport(MPI_Comm comm, bool shared_memory, std::string& why_not) : comm_(comm) {
     check(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
     check(MPI_Comm_size(comm_, &size_), "MPI_Comm_size");
     // Errors come back as codes and become exceptions instead of ending the process.
     check(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+    if (!shared_memory) return;
+    node_ = meet(comm_, rank_, why_not);
+    // A node goes by the first of its ranks.
+    const int mine = node_ ? node_->first_rank() : rank_;
+    node_numbers_.resize(static_cast<size_t>(size_));
+    check(MPI_Allgather(&mine, 1, MPI_INT, node_numbers_.data(), 1, MPI_INT, comm_),
+          "MPI_Allgather");
   }
   int rank() const override { return rank_; }
   int size() const override { return size_; }
+  Node* node() override { return node_.get(); }
+  int node_of(int rank) const override {
+    return node_numbers_.empty() ? rank : node_numbers_[static_cast<size_t>(rank)];
+  }
 
   Ticket send(int peer, const void* data, size_t nbytes) override {
     return start(nbytes, [&](size_t at, int n, MPI_Request* request) {
@@ -69,7 +125,8 @@ class MpiTransport : public Transport {
     const bool idle = free_.size() == slots_.size();
     slots_.clear();
     free_.clear();
-    return idle;
+    if (node_) node_->abandon();
+    return idle && !node_;  // others may still be writing into our arenas
   }
 
  private:
@@ -95,14 +152,18 @@ class MpiTransport : public Transport {
   MPI_Comm comm_;
   int rank_ = 0;
   int size_ = 0;
+  std::unique_ptr<Node> node_;
+  std::vector<int> node_numbers_;                // by rank
   std::vector<std::vector<MPI_Request>> slots_;  // by ticket; more than one only above kMaxMessage
   std::vector<Ticket> free_;
 };
 
 }  // namespace
 
-std::unique_ptr<Transport> connect_mpi(void* communicator) {
-  return std::make_unique<MpiTransport>(*static_cast<MPI_Comm*>(communicator));
+std::unique_ptr<Transport> connect_mpi(void* communicator, bool shared_memory,
+                                       std::string& why_not) {
+  return std::make_unique<MpiTransport>(*static_cast<MPI_Comm*>(communicator), shared_memory,
+                                        why_not);
 }
 
 std::string mpi_compiled() {

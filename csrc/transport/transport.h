@@ -8,6 +8,8 @@
 
 namespace bagua {
 
+class Node;
+
 // Names one message in flight. Owned by the transport; valid until done() returned true.
 using Ticket = int32_t;
 
@@ -26,6 +28,11 @@ class Transport {
   // Lets messages that are done for us, but not yet for the peer, go on. Cheap.
   virtual void progress() = 0;
 
+  // The ranks on this machine and their shared memory; null if there is none.
+  virtual Node* node() { return nullptr; }
+  // A number that ranks which share memory have in common.
+  virtual int node_of(int rank) const { return rank; }
+
   // After a failure: forget everything in flight; nothing else may be called afterwards. True when
   // the memory of messages in flight will not be touched any more.
   virtual bool abort() = 0;
@@ -37,7 +44,8 @@ class Waiter {
  public:
   virtual ~Waiter() = default;
   virtual void begin() = 0;  // a new wait starts: spin again
-  virtual void pause() = 0;
+  // `node`, if not null, can put the thread to sleep until what is waited for may be there.
+  virtual void pause(Node* node) = 0;
 };
 
 }  // namespace bagua

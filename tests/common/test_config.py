@@ -55,7 +55,7 @@ def test_truth_in_the_environment(text, value, monkeypatch):
     ("keywords", "words"),
     [
         ({"fusion_mbb": 1}, ["unknown keyword 'fusion_mbb'", "'fusion_mb'"]),
-        ({"transport": "mpl"}, ["keyword transport", "'mpl'", "auto, mpi", "'mpi'"]),
+        ({"transport": "mpl"}, ["keyword transport", "'mpl'", "auto, shm, mpi", "'mpi'"]),
         ({"fusion_mb": -1}, ["keyword fusion_mb", "-1", "≥ 0"]),
         ({"bucket_mb": 0}, ["keyword bucket_mb", "> 0"]),
         ({"bucket_mb": float("nan")}, ["keyword bucket_mb", "nan"]),

@@ -322,6 +322,23 @@ def test_frozen_thawed_and_added_parameters(everyone, hvd):
     assert_same_everywhere(hvd, model)
 
 
+def test_frozen_between_steps_is_not_stepped(hvd):
+    """The optimizer's own zero_grad, in which freezing could be noticed in time, is not called."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters())
+    for step in range(5):
+        if step == 2:
+            model[0].requires_grad_(False)
+            frozen = model[0].weight.clone()
+        model.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    assert torch.equal(model[0].weight, frozen)
+    assert model[0].weight.grad is None
+
+
 def test_thawed_after_zero_grad(everyone, hvd):
     model, oracle = mlp(), mlp()
     model[0].requires_grad_(False)
@@ -546,6 +563,9 @@ def test_bucket_order_is_learned(everyone, hvd):
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
     )
+
+    optimizer._gradients._plan.bucket_nbytes = 100  # one bucket per parameter
+    optimizer._gradients._rebuild([list(optimizer._gradients._slots.values())])
 
     def order():
         return [slot.name for bucket in optimizer._gradients._buckets for slot in bucket.slots]

@@ -20,12 +20,14 @@ namespace bagua {
 class YieldingWaiter : public Waiter {
  public:
   void begin() override {}
-  void pause() override { std::this_thread::yield(); }
+  void pause(Node*) override { std::this_thread::yield(); }
 };
 
 // What one rank needs to run a collective.
 struct Member {
-  Member(LoopbackHub& hub, int rank) : transport(hub.connect(rank)) {
+  Member(LoopbackHub& hub, int rank)
+      : transport(hub.connect(rank)),
+        scratch(transport->node() ? transport->node()->arenas() : nullptr) {
     for (int r = 0; r < hub.size(); ++r) ranks.push_back(r);
   }
   std::unique_ptr<Transport> transport;
@@ -34,9 +36,12 @@ struct Member {
   std::vector<int> ranks;
 };
 
-// Runs `body(rank, job)` on n ranks. The job has a group and an element type.
-inline void with_jobs(int n, DType dtype, const std::function<void(int, Job&)>& body) {
-  LoopbackHub hub(n);
+// Runs `body(rank, job)` on n ranks of one node, or of the nodes given by rank. The job has a group
+// and an element type.
+inline void with_jobs(int n, DType dtype, const std::function<void(int, Job&)>& body,
+                      std::vector<int> node_of = {}) {
+  if (node_of.empty()) node_of.assign(static_cast<size_t>(n), 0);
+  LoopbackHub hub(n, node_of);
   run_ranks(n, [&](int rank) {
     Member member(hub, rank);
     Group group(*member.transport, member.waiter, member.ranks, rank);
@@ -97,6 +102,7 @@ class EveryCase : public testing::TestWithParam<Case> {
   std::vector<int64_t> counts() const {
     const auto segment = static_cast<int64_t>(kSegmentNbytes / item());
     std::vector<int64_t> all = {0, 1, n() - 1, n(), n() + 1, 1000};
+    if (n() > 4) return {0, 1, n() + 1, 1000, (segment + 1) * n()};  // the edges are the same
     for (const int64_t edge : {segment - 1, segment, segment + 1}) {
       all.push_back(edge);
       all.push_back(edge * n());

@@ -36,6 +36,22 @@ TEST(Bucket, LastSlotTellsThatItIsTheLast) {
   }
 }
 
+TEST(Bucket, QuietCountingLeavesTheLastSlotToReady) {
+  LoopbackWorld world(1);
+  Bucket bucket(world.engines[0], "b", DType::kF32, {1, 1}, sum(), 0, 0);
+  for (int round = 0; round < 2; ++round) {
+    EXPECT_FALSE(bucket.quiet());
+    bucket.count_quietly();
+    EXPECT_TRUE(bucket.quiet());
+    EXPECT_TRUE(bucket.ready_but_not_last(1));
+    EXPECT_TRUE(bucket.ready_but_not_last(1)) << "said twice";
+    EXPECT_FALSE(bucket.ready_but_not_last(0));
+    EXPECT_EQ(bucket.missing(), (std::vector<int>{0}));
+    EXPECT_TRUE(bucket.ready(0));
+    finish(world[0], bucket.launch(Urgency::kNow));
+  }
+}
+
 TEST(Bucket, ExactlyOneThreadIsTheLast) {
   LoopbackWorld world(1);
   Bucket bucket(world.engines[0], "b", DType::kF32, std::vector<int64_t>(64, 1), sum(), 0, 0);

@@ -9,9 +9,11 @@
 #include <limits>
 #include <memory>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "kernel/half.h"
+#include "kernel/stream.h"
 
 namespace bagua {
 namespace {
@@ -131,11 +133,30 @@ void check_reduce(DType dtype, ReduceOp op, int nsrcs, int64_t count, Finish fin
       values.push_back(O::widen(rows[static_cast<size_t>(s)][kGuard + i]));
     expected[static_cast<size_t>(kGuard + i)] = O::narrow(finished(reduced(op, values), finish));
   }
+  const auto check = [&](const T* found, const std::string& how) {
+    for (size_t i = 0; i < size; ++i)
+      ASSERT_TRUE(same_bits(found[i], expected[i]))
+          << dtype_name(dtype) << " " << op_name(op) << ", " << nsrcs << " sources, " << count
+          << " elements, into " << into << ", " << how << ": differs at "
+          << static_cast<int64_t>(i) - kGuard;
+  };
+  // On every instruction set, into several targets, past the caches or not.
+  const auto other = std::make_unique<T[]>(size), another = std::make_unique<T[]>(size);
+  for (int isa = 0; isa < kIsaCount; ++isa) {
+    if (!has_isa(static_cast<Isa>(isa))) continue;
+    for (const bool stream : {false, true}) {
+      std::copy(dst, dst + size, other.get());
+      std::copy(dst, dst + size, another.get());
+      void* targets[] = {other.get() + kGuard, another.get() + kGuard};
+      reduce(dtype, op, {targets, 2, stream}, srcs.data(), nsrcs, count, finish,
+             static_cast<Isa>(isa));
+      stream_fence();
+      check(other.get(), isa_name(static_cast<Isa>(isa)));
+      check(another.get(), isa_name(static_cast<Isa>(isa)));
+    }
+  }
   reduce(dtype, op, dst + kGuard, srcs.data(), nsrcs, count, finish);
-  for (size_t i = 0; i < size; ++i)
-    ASSERT_TRUE(same_bits(dst[i], expected[i]))
-        << dtype_name(dtype) << " " << op_name(op) << ", " << nsrcs << " sources, " << count
-        << " elements, into " << into << ": differs at " << static_cast<int64_t>(i) - kGuard;
+  check(dst, "in place");
 }
 
 class EveryType : public testing::TestWithParam<int> {

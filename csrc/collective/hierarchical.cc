@@ -1,0 +1,121 @@
+// Allreduce over nodes of several ranks each, which may differ in number: the ranks of a node
+// reduce into its leaders' slices over shared memory, leader i of every node allreduces slice i
+// with its counterparts by messages, and writes what comes back to everyone on its node. Bytes sent
+// per node: 2 * (k-1)/k * N for k nodes, as if each were one rank. Work inside the node overlaps
+// with the messages, segment by segment.
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <vector>
+
+#include "collective/slices.h"
+#include "kernel/stream.h"
+
+namespace bagua {
+namespace {
+
+// At a time; memory that others cannot see is copied through as much of shared memory.
+constexpr size_t kChunkNbytes = 32 << 20;
+
+struct Layout {
+  std::vector<int> mine;      // group indices on this node
+  std::vector<int> partners;  // those in my place on every node, if I am a leader
+  int leaders;
+};
+
+Layout layout_of(const Group& group) {
+  std::map<int, std::vector<int>> nodes;
+  for (int i = 0; i < group.size(); ++i) nodes[group.node_of(i)].push_back(i);
+  Layout layout{nodes[group.node_of(group.me())], {}, group.size()};
+  for (const auto& [number, members] : nodes)
+    layout.leaders = std::min(layout.leaders, static_cast<int>(members.size()));
+  const auto place = std::find(layout.mine.begin(), layout.mine.end(), group.me());
+  const auto leader = static_cast<size_t>(place - layout.mine.begin());
+  if (leader < static_cast<size_t>(layout.leaders))
+    for (const auto& [number, members] : nodes) layout.partners.push_back(members[leader]);
+  std::sort(layout.partners.begin(), layout.partners.end());
+  return layout;
+}
+
+// The ranks of one node and a chunk of everyone's data, in memory that all of them see.
+class Neighbors {
+ public:
+  Neighbors(Job& job, Group& group, char* data, int64_t count)
+      : job_(job), group_(group), data_(data), count_(count), bases_(1, data) {
+    const size_t nbytes = static_cast<size_t>(count) * job.item();
+    if (group.size() == 1) return;
+    group.settle();
+    Place place = group.node()->arenas()->find(data, nbytes);
+    if (place.nowhere()) {
+      copy_ = job.scratch.get(Scratch::kShare, nbytes);
+      std::memcpy(copy_, data, nbytes);
+      place = group.node()->arenas()->find(copy_, nbytes);
+    }
+    const auto notes = group.step({place, 0});
+    bases_.clear();
+    for (int i = 0; i < group.size(); ++i)
+      bases_.push_back(i == group.me() ? mine() : group.at(i, notes[static_cast<size_t>(i)].place));
+  }
+
+  char* mine() const { return copy_ ? copy_ : data_; }
+
+  // Elements from `begin` on: reduced over the node, into my own memory.
+  void reduce_here(int64_t begin, int64_t count) const {
+    if (bases_.size() == 1) return;
+    const auto at = begin * static_cast<int64_t>(job_.item());
+    std::vector<const void*> srcs;
+    for (const char* base : bases_) srcs.push_back(base + at);
+    reduce(job_.dtype, job_.op, mine() + at, srcs.data(), static_cast<int>(srcs.size()), count, {});
+  }
+
+  // The same elements out of my memory into everyone else's.
+  void share(int64_t begin, int64_t count) const {
+    const auto at = begin * static_cast<int64_t>(job_.item());
+    for (char* base : bases_)
+      if (base != mine())
+        std::memcpy(base + at, mine() + at, static_cast<size_t>(count) * job_.item());
+  }
+
+  void part() {
+    if (group_.size() == 1) return;
+    group_.step();
+    if (copy_) std::memcpy(data_, copy_, static_cast<size_t>(count_) * job_.item());
+  }
+
+ private:
+  Job& job_;
+  Group& group_;
+  char* const data_;
+  const int64_t count_;
+  char* copy_ = nullptr;
+  std::vector<char*> bases_;  // of every rank of the node
+};
+
+}  // namespace
+
+void hierarchical(Job& job) {
+  const Layout layout = layout_of(job.group);
+  const bool leads = !layout.partners.empty();
+  Group near = job.group.part(layout.mine);
+  Group far = job.group.part(leads ? layout.partners : std::vector<int>{job.group.me()});
+  const int64_t chunk = static_cast<int64_t>(kChunkNbytes / job.item());
+  for (int64_t at = 0; at < job.count; at += chunk) {
+    const int64_t count = std::min(chunk, job.count - at);
+    Neighbors neighbors(job, near, job.data + at * static_cast<int64_t>(job.item()), count);
+    if (leads) {
+      const Slice slice = slice_of(count, layout.leaders, near.me());
+      Job across{far, job.scratch, job.dtype, job.op, job.finish};
+      across.data = neighbors.mine() + slice.begin * static_cast<int64_t>(job.item());
+      across.count = slice.count;
+      across.prepare = [&](int64_t begin, int64_t n) {
+        neighbors.reduce_here(slice.begin + begin, n);
+      };
+      across.arrived = [&](int64_t begin, int64_t n) { neighbors.share(slice.begin + begin, n); };
+      scatter_reduce(across);
+    }
+    neighbors.part();
+  }
+  job.group.add_sent(far);
+}
+
+}  // namespace bagua

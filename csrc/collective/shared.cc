@@ -1,0 +1,115 @@
+// Allreduce over the memory of one node: rank i reduces slice i of everyone and writes it to
+// everyone. No message; where all tensors are in arenas, no copy either.
+//   in arenas   every byte is read once and written once, as in a memcpy. Steps: 2.
+//   elsewhere   what others need goes through the stages, which stay in cache.
+//   small       everyone reads everyone's stage and reduces all of it. Steps: 1.
+#include <algorithm>
+#include <cstring>
+
+#include "collective/slices.h"
+#include "collective/stage.h"
+#include "common/memory.h"
+#include "kernel/stream.h"
+
+namespace bagua {
+namespace {
+
+// Up to this many bytes of all ranks together one step beats two.
+constexpr size_t kSmallNbytes = 32 << 10;
+// From here on results do not stay in the caches anyway.
+constexpr size_t kStreamNbytes = 8 << 20;
+
+// Slices that begin on cache lines, so that no line is written by two ranks.
+Slice lines_of(const Job& job, int i) {
+  const int64_t per_line = static_cast<int64_t>(kLineNbytes / job.item());
+  const Slice lines = slice_of((job.count + per_line - 1) / per_line, job.group.size(), i);
+  const int64_t begin = std::min(lines.begin * per_line, job.count);
+  return {begin, std::min((lines.begin + lines.count) * per_line, job.count) - begin};
+}
+
+void small(Job& job) {
+  Group& group = job.group;
+  Stage stage(job, kSmallNbytes);
+  std::memcpy(stage.mine(), job.data, job.nbytes());
+  stage.first_step();
+  std::vector<const void*> srcs;
+  for (int i = 0; i < group.size(); ++i) srcs.push_back(stage.of(i));
+  reduce(job.dtype, job.op, job.data, srcs.data(), group.size(), job.count, job.finish);
+  stage.leave();
+}
+
+void in_arenas(Job& job, const std::vector<char*>& data) {
+  Group& group = job.group;
+  const Slice slice = lines_of(job, group.me());
+  std::vector<void*> targets;
+  for (char* base : data) targets.push_back(base + slice.begin * static_cast<int64_t>(job.item()));
+  const bool stream = job.nbytes() >= kStreamNbytes;
+  reduce(job.dtype, job.op, {targets.data(), group.size(), stream}, targets.data(), group.size(),
+         slice.count, job.finish);
+  if (stream) stream_fence();
+  group.step();
+}
+
+// In rounds, each over a piece of every slice. My piece of slice i is at place i of my stage; the
+// reduced piece of my own slice takes the place where it would have been.
+void staged(Job& job) {
+  Group& group = job.group;
+  const int n = group.size(), me = group.me();
+  const auto item = static_cast<int64_t>(job.item());
+  const int64_t piece = static_cast<int64_t>(Stage::kNbytes) / n / item / 64 * 64;
+  Stage stage(job, static_cast<size_t>(piece * n * item));
+  const auto piece_of = [&](int i, int64_t round) {
+    const Slice slice = lines_of(job, i);
+    const int64_t at = std::min(round * piece, slice.count);
+    return Slice{slice.begin + at, std::min(piece, slice.count - at)};
+  };
+  std::vector<const void*> srcs(static_cast<size_t>(n));
+  for (int64_t round = 0; round * piece < lines_of(job, 0).count; ++round) {
+    for (int i = 0; i < n; ++i) {
+      const Slice theirs = piece_of(i, round);
+      if (i != me)
+        std::memcpy(stage.mine() + i * piece * item, job.data + theirs.begin * item,
+                    static_cast<size_t>(theirs.count * item));
+    }
+    if (round == 0) {
+      stage.first_step();
+    } else {
+      stage.step();
+    }
+    const Slice mine = piece_of(me, round);
+    char* own = job.data + mine.begin * item;
+    for (int i = 0; i < n; ++i)
+      srcs[static_cast<size_t>(i)] = i == me ? own : stage.of(i) + me * piece * item;
+    void* targets[] = {own, stage.mine() + me * piece * item};
+    reduce(job.dtype, job.op, {targets, 2, false}, srcs.data(), n, mine.count, job.finish);
+    stage.step();
+    for (int i = 0; i < n; ++i) {
+      const Slice theirs = piece_of(i, round);
+      if (i != me)
+        std::memcpy(job.data + theirs.begin * item, stage.of(i) + i * piece * item,
+                    static_cast<size_t>(theirs.count * item));
+    }
+  }
+  stage.leave();
+}
+
+}  // namespace
+
+void shared(Job& job) {
+  Group& group = job.group;
+  const int n = group.size();
+  if (job.nbytes() * static_cast<size_t>(n) <= kSmallNbytes) return small(job);
+  group.settle();
+  const Place mine = group.node()->arenas()->find(job.data, job.nbytes());
+  auto notes = group.step({mine, 0});
+  notes[static_cast<size_t>(group.me())].place = mine;
+  const bool everywhere = std::none_of(notes.begin(), notes.end(),
+                                       [](const Note& note) { return note.place.nowhere(); });
+  std::vector<char*> data;
+  for (int i = 0; everywhere && i < n; ++i)
+    data.push_back(i == group.me() ? job.data : group.at(i, notes[static_cast<size_t>(i)].place));
+  if (everywhere) return in_arenas(job, data);
+  staged(job);
+}
+
+}  // namespace bagua

@@ -1,0 +1,170 @@
+// The module. This folder alone knows Python: tensors come in as (pointer, element type, shape),
+// results of unknown size go out as buffers that the engine owns.
+#include <pybind11/stl.h>
+
+#include <utility>
+
+#include "collective/collective.h"
+#include "common/config.h"
+#include "common/log.h"
+#include "control/socket_channel.h"
+#include "engine/bucket.h"
+#include "engine/engine.h"
+#include "python/handle.h"
+#include "python/notice.h"
+#include "python/objects.h"
+#include "python/submit.h"
+#include "transport/mpi.h"
+#include "transport/node.h"
+
+using namespace bagua;
+
+namespace {
+
+Config config_from(const py::dict& d) {
+  Config c;
+  c.allreduce = d["allreduce"].cast<std::string>();
+  c.fusion_nbytes = static_cast<int64_t>(d["fusion_mb"].cast<double>() * (1 << 20));
+  c.stall_warn_s = d["stall_warn_s"].cast<double>();
+  c.stall_fail_s = d["stall_fail_s"].cast<double>();
+  c.peer_timeout_s = d["peer_timeout_s"].cast<double>();
+  c.start_timeout_s = d["start_timeout_s"].cast<double>();
+  c.spin_us = d["spin_us"].cast<double>();
+  c.shared_memory = d["transport"].cast<std::string>() != "mpi";
+  c.needs_shared_memory = d["transport"].cast<std::string>() == "shm";
+  c.inline_drive = d["inline_drive"].cast<bool>();
+  c.network_interfaces = d["network_interfaces"].cast<std::string>();
+  c.log_level = d["log_level"].cast<std::string>();
+  return c;
+}
+
+std::shared_ptr<Engine> start_engine(uintptr_t communicator, SocketListener* listener,
+                                     const std::string& address, int rank, const py::dict& settings,
+                                     const std::vector<std::string>& names) {
+  const Config config = config_from(settings);
+  py::gil_scoped_release release;
+  auto channel = listener ? listener->accept(config.start_timeout_s)
+                          : connect_channel(address, rank, config.start_timeout_s);
+  std::string why_not;
+  auto transport =
+      connect_mpi(reinterpret_cast<void*>(communicator), config.shared_memory, why_not);
+  if (!why_not.empty() && config.needs_shared_memory)
+    throw UsageError("transport='shm' cannot be used: " + why_not);
+  const Log log(rank, config.log_level);
+  if (!why_not.empty())
+    log.write(LogLevel::kWarning, "no shared memory between ranks of one machine: " + why_not);
+  const int near = transport->node() ? transport->node()->size() : 1;
+  log.write(LogLevel::kInfo, "rank " + std::to_string(rank) + " of " +
+                                 std::to_string(transport->size()) + ", " + std::to_string(near) +
+                                 " of them share memory here, messages by " + mpi_compiled());
+  return std::make_shared<Engine>(config, std::move(transport), std::move(channel), names);
+}
+
+// The caller found something wrong before there was anything to submit: tells the other ranks that
+// make the same call, and throws the UsageError.
+void refuse(const std::shared_ptr<Engine>& engine, int kind, const std::string& name, int set,
+            const std::string& refusal) {
+  auto request = std::make_shared<Request>();
+  request->description.kind = static_cast<OpKind>(kind);
+  request->name = name;
+  request->set = set;
+  request->refusal = refusal;
+  engine->submit(std::move(request), Engine::Urgency::kNow);
+}
+
+py::dict build_info() {
+  py::dict info;
+  info["version"] = BAGUA_VERSION;
+  info["mpi"] = mpi_compiled();
+  info["compiler"] = __VERSION__;
+  info["transports"] = std::vector<std::string>{"shm", "mpi"};
+  std::vector<std::string> names;
+  for (const Collective& row : collectives()) names.push_back(row.name);
+  info["collectives"] = names;
+  info["codecs"] = std::vector<std::string>{"raw"};
+  info["cuda"] = "not built";
+  info["nccl"] = "not built";
+  return info;
+}
+
+void translate(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    set_error(error);
+  }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  py::register_exception_translator(translate);
+  add_submit(m);
+  add_handle_type(m);
+  add_notice_type(m);
+  m.def("refuse", refuse);
+  // In a forked child the engine's thread does not exist: nobody may ever wait for it.
+  m.def("abandon", [](std::shared_ptr<Engine> engine) { new std::shared_ptr<Engine>(engine); });
+  m.def("build_info", build_info);
+  m.def("mpi_compiled", mpi_compiled);
+
+  py::class_<SocketListener>(m, "Listener")
+      .def(py::init<int, const std::string&>())
+      .def_property_readonly("address", &SocketListener::address);
+
+  py::class_<Memory, std::shared_ptr<Memory>>(m, "Memory", py::buffer_protocol())
+      .def_buffer([](Memory& memory) {
+        return py::buffer_info(reinterpret_cast<uint8_t*>(memory.data.get()), memory.nbytes);
+      });
+
+  py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
+      .def(py::init(&start_engine), py::arg("communicator"), py::arg("listener").none(true),
+           py::arg("address"), py::arg("rank"), py::arg("settings"), py::arg("names"))
+      .def_property_readonly("rank", &Engine::rank)
+      .def_property_readonly("size", &Engine::size)
+      .def("ranks_of", &Engine::ranks_of)
+      .def("allocate",
+           [](Engine& e, int64_t nbytes) {
+             return std::make_shared<Memory>(
+                 Memory{e.allocate(static_cast<size_t>(nbytes)), nbytes});
+           })
+      .def("stop", &Engine::stop)
+      .def("wait_stopped", &Engine::wait_stopped, py::call_guard<py::gil_scoped_release>())
+      .def("failure",
+           [](Engine& e) {
+             return e.failure() ? py::object(py::str(e.failure()->what)) : py::none();
+           })
+      .def("counters", [](const Engine& e) {
+        py::dict d;
+        d["sent_nbytes"] = e.sent_nbytes();
+        d["exchanges"] = e.exchange_count();
+        d["control_messages"] = e.message_count();
+        return d;
+      });
+
+  py::class_<Bucket, std::shared_ptr<Bucket>>(m, "Bucket", py::buffer_protocol())
+      .def_buffer([](Bucket& b) {
+        return py::buffer_info(reinterpret_cast<uint8_t*>(b.data()), b.nbytes());
+      })
+      .def(py::init([](std::shared_ptr<Engine> engine, const std::string& name, int dtype,
+                       const std::vector<int64_t>& counts, int op, double prescale,
+                       double postscale, int set, int priority) {
+             Description d;
+             d.op = static_cast<ReduceOp>(op);
+             d.prescale = prescale;
+             d.postscale = postscale;
+             return std::make_shared<Bucket>(std::move(engine), name, static_cast<DType>(dtype),
+                                             counts, d, set, priority);
+           }),
+           py::arg("engine"), py::arg("name"), py::arg("dtype"), py::arg("counts"), py::arg("op"),
+           py::arg("prescale"), py::arg("postscale"), py::arg("set"), py::arg("priority"))
+      .def_property_readonly("begins", &Bucket::begins)
+      .def("ready", &Bucket::ready)
+      .def("refuse", &Bucket::refuse)
+      .def("missing", &Bucket::missing)
+      .def("count_quietly", &Bucket::count_quietly)
+      .def("launch", [](const std::shared_ptr<Bucket>& b, int urgency) {
+        return py::reinterpret_steal<py::object>(
+            make_handle(b->engine(), b->launch(static_cast<Engine::Urgency>(urgency)), Py_None));
+      });
+}

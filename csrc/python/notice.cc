@@ -1,0 +1,194 @@
+// A model may have hundreds of small gradients, and calling Python for each would cost more than
+// exchanging them. A Notice counts by itself and calls Python only when there is something to
+// decide; the arena is filled and handed out by loops that are not Python's.
+#include "python/notice.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "engine/bucket.h"
+#include "python/plain.h"
+
+namespace bagua {
+namespace {
+
+// Larger gradients are left to torch, which copies with all its threads and without the GIL.
+constexpr int64_t kSmallNbytes = 256 << 10;
+
+struct Notice {
+  PyObject_HEAD;
+  PyObject* decide;  // called with the parameter
+  std::shared_ptr<Bucket> bucket;
+  int slot;
+  PyObject* view;  // the slot's place in the arena, as a tensor
+  Plain place;     // the same; no data if it cannot be written from here
+};
+
+PyTypeObject* notice_type;
+PyObject* grad_name;
+
+Notice& as_notice(PyObject* self) { return *reinterpret_cast<Notice*>(self); }
+
+int64_t nbytes_of(const Plain& tensor) {
+  return tensor.count() * static_cast<int64_t>(dtype_nbytes(tensor.dtype));
+}
+
+bool alike(const Plain& a, const Plain& b) {
+  return a.dtype == b.dtype && a.ndim == b.ndim && std::equal(a.shape, a.shape + a.ndim, b.shape);
+}
+
+PyObject* grad_of(PyObject* param) {
+  PyObject* grad = PyObject_GetAttr(param, grad_name);
+  if (!grad) throw py::error_already_set();
+  return grad;
+}
+
+// Copies the gradient into the arena if it is not there yet. False: that is left to the caller.
+bool bring(const Notice& notice, PyObject* grad) {
+  if (grad == notice.view) return true;
+  Plain source;
+  if (!notice.place.data || !read_plain(grad, source) || !alike(source, notice.place)) return false;
+  std::memcpy(notice.place.data, source.data, static_cast<size_t>(nbytes_of(source)));
+  return true;
+}
+
+PyObject* call(PyObject* self, PyObject* args, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    if (PyTuple_GET_SIZE(args) != 1) throw py::type_error("a notice takes one parameter");
+    PyObject* param = PyTuple_GET_ITEM(args, 0);
+    const Notice& notice = as_notice(self);
+    if (notice.bucket && notice.bucket->quiet() && notice.bucket->ready_but_not_last(notice.slot))
+      return new_ref(Py_None);
+    if (!notice.decide) return new_ref(Py_None);  // being collected
+    return PyObject_CallOneArg(notice.decide, param);
+  });
+}
+
+// bind(bucket, slot, view)
+PyObject* bind(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    if (count != 3) throw py::type_error("bind takes 3 arguments");
+    Notice& notice = as_notice(self);
+    notice.bucket = py::cast<std::shared_ptr<Bucket>>(py::handle(args[0]));
+    notice.slot = static_cast<int>(as_int(args[1]));
+    Py_XSETREF(notice.view, new_ref(args[2]));
+    if (!read_plain(notice.view, notice.place) || nbytes_of(notice.place) > kSmallNbytes)
+      notice.place.data = nullptr;
+    return new_ref(Py_None);
+  });
+}
+
+PyObject* unbind(PyObject* self, PyObject*) {
+  as_notice(self).bucket.reset();
+  return new_ref(Py_None);
+}
+
+// Hook, slot, view and parameter refer to each other in a circle, so the collector must see it.
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  const Notice& notice = as_notice(self);
+  Py_VISIT(notice.decide);
+  Py_VISIT(notice.view);
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+int clear(PyObject* self) {
+  Notice& notice = as_notice(self);
+  notice.bucket.reset();
+  Py_CLEAR(notice.decide);
+  Py_CLEAR(notice.view);
+  return 0;
+}
+
+void dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  clear(self);
+  as_notice(self).bucket.~shared_ptr();
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_Del(self);
+  Py_DECREF(type);
+}
+
+// notice(decide): a hook that does nothing but calling decide(parameter), until it is bound.
+PyObject* make_notice(PyObject*, PyObject* decide) {
+  Notice* self = PyObject_GC_New(Notice, notice_type);
+  if (!self) return nullptr;
+  self->decide = new_ref(decide);
+  new (&self->bucket) std::shared_ptr<Bucket>();
+  self->view = nullptr;
+  PyObject_GC_Track(reinterpret_cast<PyObject*>(self));
+  return reinterpret_cast<PyObject*>(self);
+}
+
+PyMethodDef methods[] = {
+    {"bind", as_method(bind), METH_FASTCALL, "From now on this gradient is a slot of a bucket."},
+    {"unbind", unbind, METH_NOARGS, "From now on every call is passed on."},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear)},
+    {Py_tp_call, reinterpret_cast<void*>(call)},
+    {Py_tp_methods, methods},
+    {Py_tp_doc, const_cast<char*>("Called by autograd with a parameter whose gradient is there.")},
+    {0, nullptr},
+};
+PyType_Spec spec = {"bagua._core.Notice", sizeof(Notice), 0,
+                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
+
+// Calls f(i, parameter, item) for each pair of two lists of one length.
+template <class F>
+void for_each_pair(PyObject* const* args, Py_ssize_t count, F&& f) {
+  if (count != 2 || !PyList_Check(args[0]) || !PyList_Check(args[1]) ||
+      PyList_GET_SIZE(args[0]) != PyList_GET_SIZE(args[1]))
+    throw py::type_error("two lists of one length are needed");
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); ++i)
+    f(i, PyList_GET_ITEM(args[0], i), PyList_GET_ITEM(args[1], i));
+}
+
+// gather(params, notices): copies gradients into the arena; returns the positions of those it left.
+PyObject* gather(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    py::list left;
+    for_each_pair(args, count, [&](Py_ssize_t i, PyObject* param, PyObject* notice) {
+      PyObject* grad = grad_of(param);
+      if (!bring(as_notice(notice), grad)) left.append(i);
+      Py_DECREF(grad);
+    });
+    return left.release().ptr();
+  });
+}
+
+// deliver(params, views): makes the views the parameters' gradients.
+PyObject* deliver(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    for_each_pair(args, count, [&](Py_ssize_t, PyObject* param, PyObject* view) {
+      PyObject* grad = grad_of(param);
+      Py_DECREF(grad);
+      if (grad != view && PyObject_SetAttr(param, grad_name, view) != 0)
+        throw py::error_already_set();
+    });
+    return new_ref(Py_None);
+  });
+}
+
+PyMethodDef functions[] = {
+    {"gather", as_method(gather), METH_FASTCALL, "Copies small gradients into the arena."},
+    {"deliver", as_method(deliver), METH_FASTCALL, "Makes views the parameters' gradients."},
+    {"notice", make_notice, METH_O,
+     "A hook that calls this function, less often when it is bound."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+void add_notice_type(py::module_& m) {
+  grad_name = PyUnicode_InternFromString("grad");
+  notice_type = add_type(m, spec);
+  if (PyModule_AddFunctions(m.ptr(), functions) != 0) throw py::error_already_set();
+}
+
+}  // namespace bagua

@@ -1,0 +1,158 @@
+#include "python/plain.h"
+
+#include <cstring>
+#include <string_view>
+#include <unordered_map>
+
+namespace bagua {
+namespace {
+
+// DLPack's wire format, https://dmlc.github.io/dlpack/latest/c_api.html (version 1.3).
+struct DLTensor {
+  void* data;
+  int32_t device_type, device_id;
+  int32_t ndim;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+};
+struct DLExchange {
+  uint32_t major, minor;
+  DLExchange* older;
+  void* allocator;
+  void* managed_from_object;
+  void* managed_to_object;
+  int (*tensor_from_object)(void* object, DLTensor* out);
+  void* current_stream;
+};
+constexpr uint32_t kMajor = 1;
+constexpr int32_t kCpu = 1;
+
+struct ElementType {
+  uint8_t code, bits;
+  DType dtype;
+};
+constexpr ElementType kElementTypes[] = {
+    {2, 32, DType::kF32}, {4, 16, DType::kBF16}, {2, 16, DType::kF16}, {2, 64, DType::kF64},
+    {0, 64, DType::kI64}, {0, 32, DType::kI32},  {0, 16, DType::kI16}, {0, 8, DType::kI8},
+    {1, 8, DType::kU8},   {6, 8, DType::kBool},
+};
+
+// The table of a type, or null. Looked up once per type; types are kept alive by it.
+const DLExchange* exchange_of(PyTypeObject* type) {
+  static auto* known = new std::unordered_map<PyTypeObject*, const DLExchange*>;
+  const auto it = known->find(type);
+  if (it != known->end()) return it->second;
+  const DLExchange* table = nullptr;
+  PyObject* capsule =
+      PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__");
+  if (capsule)
+    table = static_cast<DLExchange*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+  Py_XDECREF(capsule);
+  PyErr_Clear();
+  while (table && table->major != kMajor) table = table->older;
+  if (table && !table->tensor_from_object) table = nullptr;
+  Py_INCREF(type);
+  known->emplace(type, table);
+  return table;
+}
+
+// A lazily negated tensor's memory does not hold its values; DLPack's table does not tell.
+bool is_negated(PyObject* tensor) {
+  static PyObject* const name = PyUnicode_InternFromString("is_neg");
+  PyObject* answer = PyObject_CallMethodNoArgs(tensor, name);
+  const bool negated = answer != Py_False;
+  if (!answer) {
+    const bool has_none = PyErr_ExceptionMatches(PyExc_AttributeError);
+    PyErr_Clear();
+    return !has_none;
+  }
+  Py_DECREF(answer);
+  return negated;
+}
+
+bool read_exchanged(const DLExchange& table, PyObject* object, Plain& plain) {
+  DLTensor t;
+  if (table.tensor_from_object(object, &t) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  if (t.device_type != kCpu || t.lanes != 1 || t.ndim > Plain::kMaxDims) return false;
+  const ElementType* type = nullptr;
+  for (const ElementType& row : kElementTypes)
+    if (row.code == t.code && row.bits == t.bits) type = &row;
+  if (!type) return false;  // complex tensors, too, which may be lazily conjugated
+  int64_t expected = 1;
+  for (int i = t.ndim - 1; i >= 0; --i) {
+    plain.shape[i] = t.shape[i];
+    if (t.strides && t.shape[i] != 1 && t.strides[i] != expected) return false;
+    expected *= t.shape[i];
+  }
+  if (!t.data && expected > 0) return false;
+  plain.data = static_cast<char*>(t.data) + t.byte_offset;
+  plain.dtype = type->dtype;
+  plain.ndim = t.ndim;
+  return !is_negated(object);
+}
+
+bool dtype_of_format(std::string_view format, Py_ssize_t itemsize, DType& dtype) {
+  const auto signed_integer = [&] {
+    return itemsize == 8   ? DType::kI64
+           : itemsize == 4 ? DType::kI32
+           : itemsize == 2 ? DType::kI16
+                           : DType::kI8;
+  };
+  if (format == "Zf") return dtype = DType::kC64, true;
+  if (format == "Zd") return dtype = DType::kC128, true;
+  if (format.size() != 1) return false;
+  switch (format[0]) {
+    case '?':
+      return dtype = DType::kBool, true;
+    case 'B':
+      return dtype = DType::kU8, true;
+    case 'e':
+      return dtype = DType::kF16, true;
+    case 'f':
+      return dtype = DType::kF32, true;
+    case 'd':
+      return dtype = DType::kF64, true;
+    case 'b':
+    case 'h':
+    case 'i':
+    case 'l':
+    case 'q':
+      return dtype = signed_integer(), true;
+    default:
+      return false;
+  }
+}
+
+bool read_buffer(PyObject* object, Plain& plain) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(object, &view, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE | PyBUF_FORMAT) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  // The owner is kept by whoever keeps the array, so the view need not be held.
+  const bool ok = view.ndim <= Plain::kMaxDims && view.format &&
+                  dtype_of_format(view.format, view.itemsize, plain.dtype);
+  if (ok) {
+    plain.data = static_cast<char*>(view.buf);
+    plain.ndim = view.ndim;
+    for (int i = 0; i < view.ndim; ++i) plain.shape[i] = view.shape[i];
+  }
+  PyBuffer_Release(&view);
+  return ok;
+}
+
+}  // namespace
+
+bool read_plain(PyObject* tensor, Plain& plain) {
+  if (const DLExchange* table = exchange_of(Py_TYPE(tensor)))
+    return read_exchanged(*table, tensor, plain);
+  return PyObject_CheckBuffer(tensor) && read_buffer(tensor, plain);
+}
+
+}  // namespace bagua

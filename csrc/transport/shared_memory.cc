@@ -1,0 +1,232 @@
+#include "transport/shared_memory.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <iterator>
+#include <set>
+
+#include "common/errors.h"
+#include "common/memory.h"
+
+namespace bagua {
+namespace {
+
+constexpr size_t kPage = 4096;
+constexpr size_t kMinSegment = size_t{16} << 20;
+
+size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
+
+std::string limit_text(int resource, const char* flag) {
+  rlimit limit{};
+  ::getrlimit(resource, &limit);
+  if (limit.rlim_cur == RLIM_INFINITY)
+    return " (the memory of the machine or container is used up)";
+  return std::string(" (see ulimit ") + flag + ", " + std::to_string(limit.rlim_cur) + ")";
+}
+
+[[noreturn]] void fail(const char* what, size_t nbytes, int error) {
+  std::string text = "cannot " + std::string(what) + " " + std::to_string(nbytes) +
+                     " bytes of shared memory: " + std::strerror(error);
+  if (error == EMFILE) text += limit_text(RLIMIT_NOFILE, "-n");
+  if (error == EFBIG) text += limit_text(RLIMIT_FSIZE, "-f");
+  if (error == ENOMEM || error == ENOSPC) text += limit_text(RLIMIT_AS, "-v");
+  throw UsageError(text + "; transport='mpi' does without");
+}
+
+// The segments this process has made. A child of fork() gets private copies in their places, so
+// that what it writes or frees is its own.
+class Family {
+ public:
+  static Family& get() {
+    static Family* family = new Family;
+    return *family;
+  }
+  void add(Segment* segment) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    segments_.insert(segment);
+  }
+  void remove(Segment* segment) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    segments_.erase(segment);
+  }
+
+ private:
+  Family() {
+    ::pthread_atfork([] { get().mutex_.lock(); }, [] { get().mutex_.unlock(); },
+                     [] { get().make_private(); });
+  }
+  void make_private() {
+    for (Segment* segment : segments_)
+      ::mmap(segment->data(), segment->nbytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED,
+             segment->fd(), 0);
+    mutex_.unlock();
+  }
+
+  std::mutex mutex_;
+  std::set<Segment*> segments_;
+};
+
+}  // namespace
+
+Segment::Segment(size_t nbytes) : nbytes_(round_up(std::max<size_t>(nbytes, 1), kPage)) {
+  const int fd = ::memfd_create("bagua", MFD_CLOEXEC);
+  if (fd < 0) fail("make", nbytes_, errno);
+  if (::ftruncate(fd, static_cast<off_t>(nbytes_)) != 0) {
+    const int error = errno;
+    ::close(fd);
+    fail("make", nbytes_, error);
+  }
+  try {
+    map(fd);
+  } catch (...) {
+    ::close(fd);
+    throw;
+  }
+  fd_ = fd;
+  Family::get().add(this);
+}
+
+Segment::Segment(int pid, int fd, size_t nbytes) : nbytes_(nbytes) {
+  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+  const int mine = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (mine < 0 && (errno == ENOENT || errno == ESRCH))
+    throw PeerError("process " + std::to_string(pid) + " is gone, or of another container");
+  if (mine < 0) fail("open another process's", nbytes_, errno);
+  try {
+    map(mine);
+  } catch (...) {
+    ::close(mine);
+    throw;
+  }
+  ::close(mine);
+}
+
+void Segment::map(int fd) {
+  void* data = ::mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (data == MAP_FAILED) fail("map", nbytes_, errno);
+  ::madvise(data, nbytes_, MADV_HUGEPAGE);  // where the kernel gives them
+  data_ = static_cast<char*>(data);
+}
+
+Segment::~Segment() {
+  if (fd_ >= 0) Family::get().remove(this);
+  if (data_) ::munmap(data_, nbytes_);
+  if (fd_ >= 0) ::close(fd_);
+}
+
+Arenas::Arenas() : pid_(::getpid()) {}
+
+std::shared_ptr<char> Arenas::allocate(size_t nbytes) {
+  const Piece piece = take(whole_lines(std::max<size_t>(nbytes, 1)));
+  char* data;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    data = segments_[piece.segment].memory->data() + piece.offset;
+  }
+  return {data, [self = shared_from_this(), piece](char*) { self->give_back(piece); }};
+}
+
+Arenas::Piece Arenas::take(size_t nbytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto take_from = [&](uint32_t number, std::map<size_t, size_t>::iterator it) {
+    auto& free = segments_[number].free;
+    const Piece piece{number, it->first, nbytes};
+    const size_t left = it->second - nbytes;
+    free.erase(it);
+    if (left > 0) free[piece.offset + nbytes] = left;
+    return piece;
+  };
+  for (uint32_t number = 0; number < segments_.size(); ++number) {
+    auto& free = segments_[number].free;
+    for (auto it = free.begin(); it != free.end(); ++it)
+      if (it->second >= nbytes) return take_from(number, it);
+  }
+  const uint32_t number = add_segment(std::max(nbytes, kMinSegment));
+  return take_from(number, segments_[number].free.begin());
+}
+
+uint32_t Arenas::add_segment(size_t nbytes) {
+  uint32_t number = 0;
+  while (number < segments_.size() && segments_[number].memory) ++number;
+  if (number == kMaxSegments)
+    throw UsageError("there are " + std::to_string(kMaxSegments) +
+                     " segments of shared memory in use already");
+  auto memory = std::make_unique<Segment>(nbytes);
+  if (number == segments_.size()) segments_.emplace_back();
+  Owned& owned = segments_[number];
+  owned.memory = std::move(memory);
+  ++owned.generation;
+  owned.free = {{0, owned.memory->nbytes()}};
+  return number;
+}
+
+void Arenas::give_back(const Piece& piece) {
+  if (::getpid() != pid_) return;  // a child's copy: the parent goes on using it
+  std::lock_guard<std::mutex> lock(mutex_);
+  Owned& owned = segments_[piece.segment];
+  // The pages go back to the system; what is taken again reads as zeros.
+  const size_t begin = round_up(piece.offset, kPage);
+  const size_t end = (piece.offset + piece.nbytes) / kPage * kPage;
+  char* data = owned.memory->data();
+  if (end > begin) {
+    ::madvise(data + begin, end - begin, MADV_REMOVE);
+    std::memset(data + piece.offset, 0, begin - piece.offset);
+    std::memset(data + end, 0, piece.offset + piece.nbytes - end);
+  } else {
+    std::memset(data + piece.offset, 0, piece.nbytes);
+  }
+  auto it = owned.free.emplace(piece.offset, piece.nbytes).first;
+  const auto next = std::next(it);
+  if (next != owned.free.end() && it->first + it->second == next->first) {
+    it->second += next->second;
+    owned.free.erase(next);
+  }
+  if (it != owned.free.begin()) {
+    const auto before = std::prev(it);
+    if (before->first + before->second == it->first) {
+      before->second += it->second;
+      owned.free.erase(it);
+    }
+  }
+  // One unused segment of the usual size is kept for what comes next.
+  const auto spare = [&](const Owned& other) { return &other != &owned && other.unused(); };
+  if (owned.unused() && (owned.memory->nbytes() > kMinSegment ||
+                         std::any_of(segments_.begin(), segments_.end(), spare))) {
+    owned.memory.reset();
+    owned.free.clear();
+  }
+}
+
+Place Arenas::find(const void* data, size_t nbytes) const {
+  const char* begin = static_cast<const char*>(data);
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (uint32_t number = 0; number < segments_.size(); ++number) {
+    const Owned& owned = segments_[number];
+    if (!owned.memory) continue;
+    const char* from = owned.memory->data();
+    if (begin >= from && begin + nbytes <= from + owned.memory->nbytes())
+      return {number, owned.generation, static_cast<uint64_t>(begin - from)};
+  }
+  return {};
+}
+
+Arenas::Mapping Arenas::mapping(uint32_t number) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Owned& owned = segments_.at(number);
+  return {owned.generation, owned.memory->fd(), owned.memory->nbytes()};
+}
+
+size_t Arenas::segment_count() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return static_cast<size_t>(std::count_if(segments_.begin(), segments_.end(),
+                                           [](const Owned& owned) { return !!owned.memory; }));
+}
+
+}  // namespace bagua

@@ -1,0 +1,87 @@
+// Memory that the processes of one machine share. Every process makes its own segments, as
+// anonymous files that vanish with it whatever kills it, and maps those of the others. A forked
+// child sees private copies of the segments its parent made.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace bagua {
+
+// One mapped anonymous file.
+class Segment {
+ public:
+  // Makes one; its pages read as zeros and take memory once they are touched.
+  explicit Segment(size_t nbytes);
+  // Maps one that another process, or this one, has made.
+  Segment(int pid, int fd, size_t nbytes);
+  ~Segment();
+  Segment(const Segment&) = delete;
+
+  char* data() const { return data_; }
+  size_t nbytes() const { return nbytes_; }
+  int fd() const { return fd_; }  // -1 for a mapped one
+
+ private:
+  void map(int fd);
+
+  size_t nbytes_;
+  char* data_ = nullptr;
+  int fd_ = -1;
+};
+
+// Where memory lies, in a way that other processes understand.
+struct Place {
+  static constexpr uint32_t kNowhere = ~uint32_t{0};
+  uint32_t segment = kNowhere;  // one of kMaxSegments
+  uint32_t generation = 0;      // the how-many-eth segment of this number
+  uint64_t offset = 0;
+  bool nowhere() const { return segment == kNowhere; }
+};
+
+// Hands out pieces of segments that it makes as they are needed. Any thread.
+class Arenas : public std::enable_shared_from_this<Arenas> {
+ public:
+  static constexpr int kMaxSegments = 1024;
+  Arenas();
+
+  // Zeros, aligned to a cache line; never null. Throws when the system has no more.
+  std::shared_ptr<char> allocate(size_t nbytes);
+  // Where [data, data + nbytes) lies, or nowhere if not in one of the arenas.
+  Place find(const void* data, size_t nbytes) const;
+  // How others map a segment, for as long as anything in it is in use.
+  struct Mapping {
+    uint32_t generation = 0;
+    int fd = -1;
+    size_t nbytes = 0;
+  };
+  Mapping mapping(uint32_t number) const;
+  size_t segment_count() const;
+
+ private:
+  struct Piece {
+    uint32_t segment;
+    size_t offset, nbytes;
+  };
+  struct Owned {
+    std::unique_ptr<Segment> memory;  // null: the number is free
+    uint32_t generation = 0;
+    std::map<size_t, size_t> free;  // offset -> bytes, never adjacent
+    bool unused() const {
+      return memory && free.size() == 1 && free.begin()->second == memory->nbytes();
+    }
+  };
+  Piece take(size_t nbytes);
+  uint32_t add_segment(size_t nbytes);
+  void give_back(const Piece& piece);
+
+  const int pid_;
+  mutable std::mutex mutex_;
+  std::vector<Owned> segments_;
+};
+
+}  // namespace bagua

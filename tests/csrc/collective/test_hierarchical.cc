@@ -1,0 +1,79 @@
+// Nodes of equal and unequal size, ranks of a node that are no neighbours, data in arenas or not.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <set>
+
+#include "collective/jobs.h"
+
+namespace bagua {
+namespace {
+
+using Layout = std::vector<int>;  // the node of each rank
+
+class Hierarchical : public testing::TestWithParam<Layout> {
+ protected:
+  int n() const { return static_cast<int>(GetParam().size()); }
+  size_t node_count() const { return std::set<int>(GetParam().begin(), GetParam().end()).size(); }
+
+  // Sums, or averages, `count` floats; returns the bytes that all ranks sent.
+  int64_t check(int64_t count, ReduceOp op, bool arenas) {
+    std::atomic<int64_t> sent{0};
+    with_jobs(
+        n(), DType::kF32,
+        [&](int rank, Job& job) {
+          const size_t nbytes = static_cast<size_t>(count) * job.item();
+          std::vector<char> own(nbytes + 1, 'g');
+          job.data = own.data();
+          job.count = count;
+          job.op = op;
+          job.finish.divisor = op == ReduceOp::kAverage ? n() : 1;
+          std::shared_ptr<char> arena;
+          if (arenas && rank % 3 != 1) {  // and some are not
+            arena = arena_of(job, nbytes + 1);
+            if (arena) job.data = arena.get();
+          }
+          for (int64_t i = 0; i < count; ++i) put(job.dtype, job.data, i, small_number(rank, i));
+          hierarchical(job);
+          const auto expect = [&](int64_t i) {
+            return static_cast<float>(oracle(op, n(), i) / job.finish.divisor);
+          };
+          for (int64_t i = 0; i < count; ++i)
+            ASSERT_EQ(get(job.dtype, job.data, i), expect(i)) << "at " << i << " of " << count;
+          sent += job.group.sent_nbytes();
+        },
+        GetParam());
+    return sent;
+  }
+  static std::shared_ptr<char> arena_of(Job& job, size_t nbytes) {
+    Group alone = job.group.part({job.group.me()});
+    return alone.node() ? alone.node()->arenas()->allocate(nbytes) : nullptr;
+  }
+};
+
+class LargeHierarchical : public Hierarchical {};
+INSTANTIATE_TEST_SUITE_P(Collectives, LargeHierarchical, testing::Values(Layout{0, 1, 0, 1}));
+TEST_P(LargeHierarchical, LargerThanAChunk) { check((9 << 20) + 1, ReduceOp::kSum, false); }
+
+INSTANTIATE_TEST_SUITE_P(Collectives, Hierarchical,
+                         testing::Values(Layout{0, 0, 1, 1}, Layout{0, 1, 0, 1}, Layout{0, 0, 0, 1},
+                                         Layout{0, 1, 1, 2, 2, 2}, Layout{0, 1, 2}, Layout{0, 0, 0},
+                                         Layout{5, 5, 5, 5, 2, 2, 2}));
+
+TEST_P(Hierarchical, SumsAndAveragesOverUnequalNodes) {
+  for (const int64_t count : {0, 1, 2, 1000, 300000})
+    for (const bool arenas : {false, true}) {
+      check(count, ReduceOp::kSum, arenas);
+      check(count, ReduceOp::kAverage, arenas);
+      check(count, ReduceOp::kMax, arenas);
+    }
+}
+
+TEST_P(Hierarchical, SendsAsIfEachNodeWereOneRank) {
+  const int64_t count = 840 * 1000;  // divisible by every number of leaders and nodes
+  const auto k = static_cast<int64_t>(node_count());
+  EXPECT_EQ(check(count, ReduceOp::kSum, true), 2 * (k - 1) * count * 4);
+}
+
+}  // namespace
+}  // namespace bagua

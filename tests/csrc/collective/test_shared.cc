@@ -1,0 +1,66 @@
+// What the memory of a node adds to the table's tests: data in arenas, on all ranks or only some.
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "collective/jobs.h"
+
+namespace bagua {
+namespace {
+
+enum class Where { kArenas, kElsewhere, kMixed };
+
+// Ranks 0 to n-1 allreduce `count` numbers that begin `shift` elements into their memory.
+void check(int n, DType dtype, int64_t count, int64_t shift, Where where, int repeats = 1) {
+  with_jobs(n, dtype, [&](int rank, Job& job) {
+    const size_t nbytes = static_cast<size_t>(count + shift + 16) * job.item();
+    const bool arena = where == Where::kArenas || (where == Where::kMixed && rank % 2);
+    std::vector<char> own(arena ? 0 : nbytes);
+    const auto shared_memory = arena ? job.group.node()->arenas()->allocate(nbytes) : nullptr;
+    char* memory = arena ? shared_memory.get() : own.data();
+    for (int again = 0; again < repeats; ++again) {
+      std::memset(memory, 'g', nbytes);
+      job.data = memory + static_cast<size_t>(shift) * job.item();
+      job.count = count;
+      for (int64_t i = 0; i < count; ++i) put(dtype, job.data, i, small_number(rank, i));
+      shared(job);
+      for (int64_t i = 0; i < count; ++i)
+        ASSERT_EQ(get(dtype, job.data, i), oracle(ReduceOp::kSum, n, i))
+            << "at " << i << " of " << count << " on rank " << rank;
+      for (const char* c = job.data + static_cast<size_t>(count) * job.item(); c < memory + nbytes;
+           ++c)
+        ASSERT_EQ(*c, 'g') << "behind the end";
+      for (const char* c = memory; c < job.data; ++c) ASSERT_EQ(*c, 'g') << "before the beginning";
+    }
+  });
+}
+
+class Shared : public EveryCase {};
+INSTANTIATE_TEST_SUITE_P(Collectives, Shared, testing::ValuesIn(cases()), case_name);
+
+TEST_P(Shared, ReducesInArenasAndBesideThem) {
+  for (const Where where : {Where::kArenas, Where::kElsewhere, Where::kMixed})
+    for (const int64_t count : {0, 1, 7, 20000})
+      for (const int64_t shift : {0, 3}) {
+        check(n(), dtype(), count, shift, where);
+        if (HasFatalFailure()) return;
+      }
+}
+
+TEST(Shared, InSeveralRounds) {
+  for (const int n : {2, 3, 7}) check(n, DType::kF32, 300001, 3, Where::kElsewhere);
+}
+
+TEST(Shared, LargeResultsPastTheCaches) {
+  check(2, DType::kF32, (5 << 20) + 3, 1, Where::kArenas);
+  check(3, DType::kF32, (5 << 20) + 3, 0, Where::kMixed);
+}
+
+TEST(Shared, OneAfterTheOther) {
+  for (const int64_t count : {5, 20000})
+    for (const Where where : {Where::kArenas, Where::kElsewhere, Where::kMixed})
+      check(4, DType::kF32, count, 0, where, 50);
+}
+
+}  // namespace
+}  // namespace bagua

@@ -1,0 +1,101 @@
+#include "transport/shared_memory.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+
+#include "common/errors.h"
+
+namespace bagua {
+namespace {
+
+TEST(Segment, IsSeenByWhoeverMapsIt) {
+  Segment mine(10000);
+  EXPECT_EQ(mine.nbytes(), 12288u);
+  Segment theirs(::getpid(), mine.fd(), mine.nbytes());
+  EXPECT_NE(mine.data(), theirs.data());
+  std::memcpy(theirs.data() + 9000, "word", 5);
+  EXPECT_STREQ(mine.data() + 9000, "word");
+}
+
+TEST(Segment, OfAProcessThatIsGoneIsAPeerError) {
+  EXPECT_THROW(Segment(::getpid(), 1 << 20, 4096), PeerError);
+}
+
+TEST(Segment, TooLargeIsAnErrorThatSaysHowLarge) {
+  try {
+    Segment segment(size_t{1} << 60);
+    FAIL() << "an exabyte was mapped";
+  } catch (const UsageError& error) {
+    EXPECT_NE(std::string(error.what()).find(std::to_string(size_t{1} << 60)), std::string::npos)
+        << error.what();
+  }
+}
+
+TEST(Arenas, GiveAlignedZerosAndKnowTheirPlaces) {
+  auto arenas = std::make_shared<Arenas>();
+  auto a = arenas->allocate(100);
+  auto b = arenas->allocate(0);
+  auto c = arenas->allocate(size_t{20} << 20);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(a.get()) % 64, 0u);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(b.get()) % 64, 0u);
+  EXPECT_EQ(arenas->find(a.get(), 100).segment, 0u);
+  EXPECT_EQ(arenas->find(a.get() + 7, 1).offset, 7u);
+  EXPECT_EQ(arenas->find(c.get(), size_t{20} << 20).segment, 1u) << "more than a segment holds";
+  const char elsewhere = 0;
+  EXPECT_TRUE(arenas->find(&elsewhere, 1).nowhere());
+  EXPECT_TRUE(arenas->find(c.get(), size_t{40} << 20).nowhere()) << "beyond the end";
+}
+
+TEST(Arenas, MemoryGivenBackIsZerosAgain) {
+  auto arenas = std::make_shared<Arenas>();
+  for (const size_t nbytes : {size_t{64}, size_t{5000}, size_t{100000}}) {
+    auto before = arenas->allocate(64);
+    char* where;
+    {
+      auto piece = arenas->allocate(nbytes);
+      where = piece.get();
+      std::memset(where, 'x', nbytes);
+    }
+    auto again = arenas->allocate(nbytes);
+    EXPECT_EQ(again.get(), where);
+    EXPECT_TRUE(std::all_of(where, where + nbytes, [](char c) { return c == 0; })) << nbytes;
+  }
+}
+
+TEST(Arenas, RandomTakingAndGivingNeverOverlapsAndReturnsEverything) {
+  auto arenas = std::make_shared<Arenas>();
+  std::mt19937 random(7);
+  struct Piece {
+    std::shared_ptr<char> data;
+    size_t nbytes;
+    char mark;
+  };
+  std::vector<Piece> pieces;
+  for (int step = 0; step < 2000; ++step) {
+    if (pieces.size() < 20 || random() % 2) {
+      const size_t nbytes = 1 + random() % (random() % 4 ? 300 : 200000);
+      auto data = arenas->allocate(nbytes);
+      for (size_t i = 0; i < nbytes; ++i) ASSERT_EQ(data.get()[i], 0);
+      const char mark = static_cast<char>(1 + step % 100);
+      std::memset(data.get(), mark, nbytes);
+      pieces.push_back({data, nbytes, mark});
+    } else {
+      const size_t at = random() % pieces.size();
+      for (size_t i = 0; i < pieces[at].nbytes; ++i)
+        ASSERT_EQ(pieces[at].data.get()[i], pieces[at].mark);
+      pieces.erase(pieces.begin() + static_cast<long>(at));
+    }
+    if (pieces.size() > 60) pieces.erase(pieces.begin(), pieces.begin() + 30);
+  }
+  pieces.clear();
+  EXPECT_EQ(arenas->segment_count(), 1u);
+  const auto all = arenas->allocate(size_t{16} << 20);
+  EXPECT_EQ(arenas->segment_count(), 1u) << "the pieces have not become one again";
+}
+
+}  // namespace
+}  // namespace bagua
