@@ -19,6 +19,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 CXX_FILES = $(shell find csrc tests/csrc -name '*.cc' -o -name '*.h' 2>/dev/null)
 BUILD_FILES = setup.py CMakeLists.txt $(wildcard cmake/*.cmake) bagua/version.py
 
+# MPI's compiler wrapper prints its folders unquoted.
+ifneq ($(words $(CURDIR)),1)
+$(error the path of this clone, $(CURDIR), has a space, which MPI's compiler wrapper cannot cope with; move it)
+endif
+
 .PHONY: help dev demo test test-csrc test-python lint format sanitize bench clean googletest
 
 help: ## list the targets
