@@ -1,7 +1,5 @@
 // Every rank's block to everyone; blocks may have any size.
 // Steps: 1. Bytes sent per rank: (n-1) times its block.
-#include <cstring>
-
 #include "collective/collective.h"
 
 namespace bagua {
@@ -22,7 +20,7 @@ void allgather(Job& job) {
   }
   for (int d = 1; d < n; ++d)
     if (mine > 0) flight.add(group.send(group.neighbor(d), job.in, mine));
-  if (mine > 0) std::memcpy(job.out + to[me] * item, job.in, mine);
+  group.copy(job.out + to[me] * item, job.in, mine);
   flight.wait();
 }
 

@@ -1,7 +1,5 @@
 // Every rank sends block i of its vector to rank i; blocks may have any size.
 // Steps: 1. Bytes sent per rank: its vector less its own block.
-#include <cstring>
-
 #include "collective/collective.h"
 
 namespace bagua {
@@ -28,9 +26,8 @@ void alltoall(Job& job) {
       flight.add(group.send(peer, job.in + from[peer] * item,
                             static_cast<size_t>(job.in_counts[peer] * item)));
   }
-  if (job.in_counts[me] > 0)
-    std::memcpy(job.out + to[me] * item, job.in + from[me] * item,
-                static_cast<size_t>(job.in_counts[me] * item));
+  group.copy(job.out + to[me] * item, job.in + from[me] * item,
+             static_cast<size_t>(job.in_counts[me] * item));
   flight.wait();
 }
 

@@ -18,7 +18,7 @@ namespace bagua {
 // nothing. Each borrower names a lane, so that two users in one exchange do not collide.
 class Scratch {
  public:
-  enum Lane { kFusion, kShare, kReceive, kCounts, kLanes };
+  enum Lane { kFusion, kShare, kReceive, kWide, kCounts, kLanes };
 
   // What others on this node may look at comes from `arenas`, where there are any.
   explicit Scratch(std::shared_ptr<Arenas> arenas = nullptr) : arenas_(std::move(arenas)) {}
@@ -52,13 +52,20 @@ struct Job {
   char* out = nullptr;
   std::vector<int64_t> in_counts = {};
   std::vector<int64_t> out_counts = {};
-  // scatter_reduce calls these, if set, before it first looks at elements [begin, begin + count) of
-  // data, and when they are final: so that work on both ends overlaps with the exchange.
+  // A pipelined collective calls these, if set, before it first looks at elements
+  // [begin, begin + count) of data, and when they are final: so that work on both ends overlaps
+  // with the exchange.
   std::function<void(int64_t begin, int64_t count)> prepare = {};
   std::function<void(int64_t begin, int64_t count)> arrived = {};
 
   size_t item() const { return dtype_nbytes(dtype); }
   size_t nbytes() const { return static_cast<size_t>(count) * item(); }
+  // Reduces this many elements by the job's type and operation.
+  void reduce(const Targets& targets, const void* const* srcs, int nsrcs, int64_t n,
+              Finish finish) const {
+    bagua::reduce(dtype, op, targets, srcs, nsrcs, n, finish);
+    group.touch(static_cast<size_t>((nsrcs + targets.count) * n) * item());
+  }
 };
 
 struct Collective {
@@ -67,6 +74,7 @@ struct Collective {
   bool (*fits)(const Job&);  // whether it can do this job, and should when nobody chose
   bool (*can)(const Job&);   // whether it can do this job at all
   void (*run)(Job&);
+  bool pipelined = false;  // calls a job's prepare and arrived
 };
 
 const std::vector<Collective>& collectives();
@@ -78,6 +86,7 @@ const Collective& choose_collective(OpKind kind, const Job& job, const std::stri
 void gather_reduce(Job& job);
 void scatter_reduce(Job& job);
 void ring(Job& job);
+void halving(Job& job);
 void adasum(Job& job);
 void broadcast(Job& job);
 void allgather(Job& job);

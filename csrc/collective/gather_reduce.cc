@@ -1,7 +1,5 @@
 // Everyone sends its whole vector to everyone and reduces all of them in rank order.
 // Steps: 1. Bytes sent per rank: (n-1) * N. For vectors so small that only latency counts.
-#include <cstring>
-
 #include "collective/collective.h"
 
 namespace bagua {
@@ -16,14 +14,14 @@ void gather_reduce(Job& job) {
   Flight flight(group);
   for (int i = 0; i < n; ++i) srcs[i] = scratch + nbytes * static_cast<size_t>(i);
   char* mine = scratch + nbytes * static_cast<size_t>(group.me());
-  if (nbytes > 0) std::memcpy(mine, job.data, nbytes);
+  group.copy(mine, job.data, nbytes);
   for (int d = 1; d < n; ++d) {
     const int from = group.neighbor(-d);
     flight.add(group.recv(from, scratch + nbytes * static_cast<size_t>(from), nbytes));
   }
   for (int d = 1; d < n; ++d) flight.add(group.send(group.neighbor(d), mine, nbytes));
   flight.wait();
-  reduce(job.dtype, job.op, job.data, srcs.data(), n, job.count, job.finish);
+  job.reduce(job.data, srcs.data(), n, job.count, job.finish);
 }
 
 }  // namespace bagua

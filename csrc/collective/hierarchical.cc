@@ -1,14 +1,15 @@
 // Allreduce over nodes of several ranks each, which may differ in number: the ranks of a node
 // reduce into its leaders' slices over shared memory, leader i of every node allreduces slice i
 // with its counterparts by messages, and writes what comes back to everyone on its node. Bytes sent
-// per node: 2 * (k-1)/k * N for k nodes, as if each were one rank. Work inside the node overlaps
-// with the messages, segment by segment.
+// per node: 2 * (k-1)/k * N for k nodes, as if each were one rank; twice that for 16-bit floats,
+// whose sums travel as fp32 so that each is rounded once. How the leaders do it is chosen as for
+// any allreduce; scatter_reduce overlaps with the work inside the node, segment by segment.
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <vector>
 
-#include "collective/slices.h"
+#include "collective/collective.h"
+#include "kernel/half.h"
 #include "kernel/stream.h"
 
 namespace bagua {
@@ -48,7 +49,7 @@ class Neighbors {
     Place place = group.node()->arenas()->find(data, nbytes);
     if (place.nowhere()) {
       copy_ = job.scratch.get(Scratch::kShare, nbytes);
-      std::memcpy(copy_, data, nbytes);
+      group.copy(copy_, data, nbytes);
       place = group.node()->arenas()->find(copy_, nbytes);
     }
     const auto notes = group.step({place, 0});
@@ -65,7 +66,22 @@ class Neighbors {
     const auto at = begin * static_cast<int64_t>(job_.item());
     std::vector<const void*> srcs;
     for (const char* base : bases_) srcs.push_back(base + at);
-    reduce(job_.dtype, job_.op, mine() + at, srcs.data(), static_cast<int>(srcs.size()), count, {});
+    job_.reduce(mine() + at, srcs.data(), static_cast<int>(srcs.size()), count, {});
+  }
+  // The same for 16-bit floats, without rounding.
+  void reduce_wide(int64_t begin, int64_t count, float* to) const {
+    constexpr int64_t kBlock = 1024;
+    float block[kBlock];
+    for (int64_t at = 0; at < count; at += kBlock) {
+      const int64_t n = std::min(kBlock, count - at);
+      const auto place = (begin + at) * static_cast<int64_t>(job_.item());
+      widen(job_.dtype, to + at, bases_[0] + place, n);
+      for (size_t i = 1; i < bases_.size(); ++i) {
+        widen(job_.dtype, block, bases_[i] + place, n);
+        const void* srcs[] = {to + at, block};
+        reduce(DType::kF32, job_.op, to + at, srcs, 2, n, {});
+      }
+    }
   }
 
   // The same elements out of my memory into everyone else's.
@@ -73,13 +89,13 @@ class Neighbors {
     const auto at = begin * static_cast<int64_t>(job_.item());
     for (char* base : bases_)
       if (base != mine())
-        std::memcpy(base + at, mine() + at, static_cast<size_t>(count) * job_.item());
+        group_.copy(base + at, mine() + at, static_cast<size_t>(count) * job_.item());
   }
 
   void part() {
     if (group_.size() == 1) return;
     group_.step();
-    if (copy_) std::memcpy(data_, copy_, static_cast<size_t>(count_) * job_.item());
+    if (copy_) group_.copy(data_, copy_, static_cast<size_t>(count_) * job_.item());
   }
 
  private:
@@ -90,6 +106,30 @@ class Neighbors {
   char* copy_ = nullptr;
   std::vector<char*> bases_;  // of every rank of the node
 };
+
+// The leaders' part: slice number `leader` of a chunk, over all nodes.
+void lead(Job& job, Group& far, int leader, int leaders, int64_t count,
+          const Neighbors& neighbors) {
+  const Slice slice = slice_of(count, leaders, leader);
+  const bool wide = dtype_nbytes(job.dtype) == 2 && is_float(job.dtype);
+  char* mine = neighbors.mine() + slice.begin * static_cast<int64_t>(job.item());
+  Job across{far, job.scratch, wide ? DType::kF32 : job.dtype, job.op, job.finish};
+  across.count = slice.count;
+  across.data = wide ? job.scratch.get(Scratch::kWide, across.nbytes()) : mine;
+  auto* floats = reinterpret_cast<float*>(across.data);
+  across.prepare = [&](int64_t begin, int64_t n) {
+    if (wide) return neighbors.reduce_wide(slice.begin + begin, n, floats + begin);
+    neighbors.reduce_here(slice.begin + begin, n);
+  };
+  across.arrived = [&](int64_t begin, int64_t n) {
+    if (wide) narrow(job.dtype, mine + begin * static_cast<int64_t>(job.item()), floats + begin, n);
+    neighbors.share(slice.begin + begin, n);
+  };
+  const Collective& row = choose_collective(OpKind::kAllreduce, across, "auto");
+  if (!row.pipelined) across.prepare(0, slice.count);
+  row.run(across);
+  if (!row.pipelined) across.arrived(0, slice.count);
+}
 
 }  // namespace
 
@@ -102,20 +142,11 @@ void hierarchical(Job& job) {
   for (int64_t at = 0; at < job.count; at += chunk) {
     const int64_t count = std::min(chunk, job.count - at);
     Neighbors neighbors(job, near, job.data + at * static_cast<int64_t>(job.item()), count);
-    if (leads) {
-      const Slice slice = slice_of(count, layout.leaders, near.me());
-      Job across{far, job.scratch, job.dtype, job.op, job.finish};
-      across.data = neighbors.mine() + slice.begin * static_cast<int64_t>(job.item());
-      across.count = slice.count;
-      across.prepare = [&](int64_t begin, int64_t n) {
-        neighbors.reduce_here(slice.begin + begin, n);
-      };
-      across.arrived = [&](int64_t begin, int64_t n) { neighbors.share(slice.begin + begin, n); };
-      scatter_reduce(across);
-    }
+    if (leads) lead(job, far, near.me(), layout.leaders, count, neighbors);
     neighbors.part();
   }
-  job.group.add_sent(far);
+  job.group.count(near);
+  job.group.count(far);
 }
 
 }  // namespace bagua

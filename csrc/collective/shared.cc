@@ -4,7 +4,6 @@
 //   elsewhere   what others need goes through the stages, which stay in cache.
 //   small       everyone reads everyone's stage and reduces all of it. Steps: 1.
 #include <algorithm>
-#include <cstring>
 
 #include "collective/slices.h"
 #include "collective/stage.h"
@@ -30,11 +29,11 @@ Slice lines_of(const Job& job, int i) {
 void small(Job& job) {
   Group& group = job.group;
   Stage stage(job, kSmallNbytes);
-  std::memcpy(stage.mine(), job.data, job.nbytes());
+  group.copy(stage.mine(), job.data, job.nbytes());
   stage.first_step();
   std::vector<const void*> srcs;
   for (int i = 0; i < group.size(); ++i) srcs.push_back(stage.of(i));
-  reduce(job.dtype, job.op, job.data, srcs.data(), group.size(), job.count, job.finish);
+  job.reduce(job.data, srcs.data(), group.size(), job.count, job.finish);
   stage.leave();
 }
 
@@ -44,8 +43,8 @@ void in_arenas(Job& job, const std::vector<char*>& data) {
   std::vector<void*> targets;
   for (char* base : data) targets.push_back(base + slice.begin * static_cast<int64_t>(job.item()));
   const bool stream = job.nbytes() >= kStreamNbytes;
-  reduce(job.dtype, job.op, {targets.data(), group.size(), stream}, targets.data(), group.size(),
-         slice.count, job.finish);
+  job.reduce({targets.data(), group.size(), stream}, targets.data(), group.size(), slice.count,
+             job.finish);
   if (stream) stream_fence();
   group.step();
 }
@@ -68,8 +67,8 @@ void staged(Job& job) {
     for (int i = 0; i < n; ++i) {
       const Slice theirs = piece_of(i, round);
       if (i != me)
-        std::memcpy(stage.mine() + i * piece * item, job.data + theirs.begin * item,
-                    static_cast<size_t>(theirs.count * item));
+        group.copy(stage.mine() + i * piece * item, job.data + theirs.begin * item,
+                   static_cast<size_t>(theirs.count * item));
     }
     if (round == 0) {
       stage.first_step();
@@ -81,13 +80,13 @@ void staged(Job& job) {
     for (int i = 0; i < n; ++i)
       srcs[static_cast<size_t>(i)] = i == me ? own : stage.of(i) + me * piece * item;
     void* targets[] = {own, stage.mine() + me * piece * item};
-    reduce(job.dtype, job.op, {targets, 2, false}, srcs.data(), n, mine.count, job.finish);
+    job.reduce({targets, 2, false}, srcs.data(), n, mine.count, job.finish);
     stage.step();
     for (int i = 0; i < n; ++i) {
       const Slice theirs = piece_of(i, round);
       if (i != me)
-        std::memcpy(job.data + theirs.begin * item, stage.of(i) + i * piece * item,
-                    static_cast<size_t>(theirs.count * item));
+        group.copy(job.data + theirs.begin * item, stage.of(i) + i * piece * item,
+                   static_cast<size_t>(theirs.count * item));
     }
   }
   stage.leave();

@@ -2,7 +2,6 @@
 // others need goes through the stages, which stay in cache. Every byte is copied twice, the second
 // time by whoever wants it; a message would be copied as often, but by one hand after the other.
 #include <algorithm>
-#include <cstring>
 
 #include "collective/slices.h"
 #include "collective/stage.h"
@@ -15,12 +14,10 @@ struct Rounds {
   int64_t step;
   int64_t count(int64_t nbytes) const { return (nbytes + step - 1) / step; }
   int64_t at(int64_t round, int64_t nbytes) const { return std::min(round * step, nbytes); }
-  int64_t nbytes(int64_t round, int64_t all) const { return at(round + 1, all) - at(round, all); }
+  size_t nbytes(int64_t round, int64_t all) const {
+    return static_cast<size_t>(at(round + 1, all) - at(round, all));
+  }
 };
-
-void copy(char* to, const char* from, int64_t nbytes) {
-  if (nbytes > 0) std::memcpy(to, from, static_cast<size_t>(nbytes));
-}
 
 // Calls fill(round), lets everybody come that far, then take(round). `count` is how many rounds
 // this rank needs; the others take part in as many as any of them does.
@@ -56,19 +53,21 @@ Rounds parts_of(const Job& job) {
 }  // namespace
 
 void shared_broadcast(Job& job) {
+  Group& group = job.group;
   const auto nbytes = static_cast<int64_t>(job.nbytes());
-  const bool root = job.group.me() == job.root;
+  const bool root = group.me() == job.root;
   Stage stage(job, static_cast<size_t>(std::min(nbytes, kWhole.step)));
   in_rounds(
       stage, kWhole.count(nbytes),
       [&](int64_t round) {
         if (root)
-          copy(stage.mine(), job.data + kWhole.at(round, nbytes), kWhole.nbytes(round, nbytes));
+          group.copy(stage.mine(), job.data + kWhole.at(round, nbytes),
+                     kWhole.nbytes(round, nbytes));
       },
       [&](int64_t round) {
         if (!root)
-          copy(job.data + kWhole.at(round, nbytes), stage.of(job.root),
-               kWhole.nbytes(round, nbytes));
+          group.copy(job.data + kWhole.at(round, nbytes), stage.of(job.root),
+                     kWhole.nbytes(round, nbytes));
       });
 }
 
@@ -77,18 +76,18 @@ void shared_allgather(Job& job) {
   const std::vector<int64_t> ends = ends_of(job.out_counts, job.item());
   const auto nbytes_of = [&](int i) { return ends[i + 1] - ends[i]; };
   const int64_t mine = nbytes_of(group.me());
-  copy(job.out + ends[group.me()], job.in, mine);
+  group.copy(job.out + ends[group.me()], job.in, static_cast<size_t>(mine));
   Stage stage(job, static_cast<size_t>(std::min(mine, kWhole.step)));
   in_rounds(
       stage, kWhole.count(mine),
       [&](int64_t round) {
-        copy(stage.mine(), job.in + kWhole.at(round, mine), kWhole.nbytes(round, mine));
+        group.copy(stage.mine(), job.in + kWhole.at(round, mine), kWhole.nbytes(round, mine));
       },
       [&](int64_t round) {
         for (int d = 1; d < group.size(); ++d) {
           const int i = group.neighbor(d);
-          copy(job.out + ends[i] + kWhole.at(round, nbytes_of(i)), stage.of(i),
-               kWhole.nbytes(round, nbytes_of(i)));
+          group.copy(job.out + ends[i] + kWhole.at(round, nbytes_of(i)), stage.of(i),
+                     kWhole.nbytes(round, nbytes_of(i)));
         }
       });
 }
@@ -101,7 +100,7 @@ void shared_alltoall(Job& job) {
   const std::vector<int64_t> outs = ends_of(job.out_counts, job.item());
   const auto sent = [&](int i) { return ins[i + 1] - ins[i]; };
   const auto received = [&](int i) { return outs[i + 1] - outs[i]; };
-  copy(job.out + outs[me], job.in + ins[me], sent(me));
+  group.copy(job.out + outs[me], job.in + ins[me], static_cast<size_t>(sent(me)));
   int64_t most = 0;
   for (int i = 0; i < group.size(); ++i)
     if (i != me) most = std::max(most, sent(i));
@@ -111,14 +110,14 @@ void shared_alltoall(Job& job) {
       [&](int64_t round) {
         for (int i = 0; i < group.size(); ++i)
           if (i != me)
-            copy(stage.mine() + i * parts.step, job.in + ins[i] + parts.at(round, sent(i)),
-                 parts.nbytes(round, sent(i)));
+            group.copy(stage.mine() + i * parts.step, job.in + ins[i] + parts.at(round, sent(i)),
+                       parts.nbytes(round, sent(i)));
       },
       [&](int64_t round) {
         for (int d = 1; d < group.size(); ++d) {
           const int i = group.neighbor(d);
-          copy(job.out + outs[i] + parts.at(round, received(i)), stage.of(i) + me * parts.step,
-               parts.nbytes(round, received(i)));
+          group.copy(job.out + outs[i] + parts.at(round, received(i)),
+                     stage.of(i) + me * parts.step, parts.nbytes(round, received(i)));
         }
       });
 }
@@ -139,16 +138,17 @@ void shared_reducescatter(Job& job) {
       [&](int64_t round) {
         for (int i = 0; i < n; ++i)
           if (i != me)
-            copy(stage.mine() + i * parts.step, job.in + ins[i] + parts.at(round, nbytes_of(i)),
-                 parts.nbytes(round, nbytes_of(i)));
+            group.copy(stage.mine() + i * parts.step,
+                       job.in + ins[i] + parts.at(round, nbytes_of(i)),
+                       parts.nbytes(round, nbytes_of(i)));
       },
       [&](int64_t round) {
         const int64_t at = parts.at(round, nbytes_of(me));
         for (int i = 0; i < n; ++i)
           srcs[static_cast<size_t>(i)] =
               i == me ? job.in + ins[me] + at : stage.of(i) + me * parts.step;
-        reduce(job.dtype, job.op, job.out + at, srcs.data(), n,
-               parts.nbytes(round, nbytes_of(me)) / item, job.finish);
+        job.reduce(job.out + at, srcs.data(), n,
+                   static_cast<int64_t>(parts.nbytes(round, nbytes_of(me))) / item, job.finish);
       });
 }
 

@@ -95,8 +95,7 @@ void reduce_slices(Job& job, const Slices& slices,
     if (job.prepare) job.prepare(slices.begins[me] + at, count);
     receiver.wait(segment, srcs);
     srcs[me] = own + at * static_cast<int64_t>(item);
-    reduce(job.dtype, job.op, slices.out + at * static_cast<int64_t>(item), srcs.data(), n, count,
-           job.finish);
+    job.reduce(slices.out + at * static_cast<int64_t>(item), srcs.data(), n, count, job.finish);
     receiver.release(segment);
     reduced(at, count);
   }

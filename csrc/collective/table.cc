@@ -29,8 +29,12 @@ bool ring_fits(const Job& job) {
   return ring_can(job) && job.group.size() >= kRingRanks &&
          job.nbytes() / static_cast<size_t>(job.group.size()) >= (64 << 10);
 }
-// Between nodes values are rounded to the element type once more than a promise allows.
-bool hierarchical_can(const Job& job) { return ring_can(job); }
+bool halving_fits(const Job& job) { return ring_can(job) && job.group.size() >= kRingRanks; }
+// Sums of 16-bit floats travel between nodes as fp32.
+bool hierarchical_can(const Job& job) {
+  const bool whole = !is_float(job.dtype) && !is_complex(job.dtype);
+  return is_linear(job) && job.group.size() > 1 && (!whole || job.finish.identity());
+}
 bool hierarchical_fits(const Job& job) {
   if (!hierarchical_can(job) || job.nbytes() < kHierarchicalNbytes) return false;
   std::set<int> nodes;
@@ -51,7 +55,8 @@ const std::vector<Collective>& collectives() {
       {"hierarchical", OpKind::kAllreduce, hierarchical_fits, hierarchical_can, hierarchical},
       {"gather_reduce", OpKind::kAllreduce, gather_fits, is_linear, gather_reduce},
       {"ring", OpKind::kAllreduce, ring_fits, ring_can, ring},
-      {"scatter_reduce", OpKind::kAllreduce, is_linear, is_linear, scatter_reduce},
+      {"halving", OpKind::kAllreduce, halving_fits, ring_can, halving},
+      {"scatter_reduce", OpKind::kAllreduce, is_linear, is_linear, scatter_reduce, true},
       {"shared_broadcast", OpKind::kBroadcast, on_one_node, on_one_node, shared_broadcast},
       {"broadcast", OpKind::kBroadcast, always, always, broadcast},
       {"shared_allgather", OpKind::kAllgather, on_one_node, on_one_node, shared_allgather},

@@ -10,11 +10,14 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <sstream>
 #include <thread>
+#include <utility>
 
 #include "common/clock.h"
 #include "common/errors.h"
+#include "control/ring.h"
 
 namespace bagua {
 namespace {
@@ -28,13 +31,16 @@ constexpr size_t kHeaderNbytes = sizeof(uint32_t);
 
 struct Peer {
   Socket socket;
+  Ring in, out;          // if there, frames take this way and bytes of the socket only wake
   std::string incoming;  // bytes of a frame not yet whole
-  std::string outgoing;  // bytes the kernel would not take yet
+  std::string outgoing;  // bytes that found no room yet, after the first `left` of them
+  size_t left = 0;
+  std::shared_ptr<void> keepalive;
 };
 
-class SocketChannel : public Channel {
+class Ends : public SocketChannel {
  public:
-  explicit SocketChannel(std::vector<Socket> sockets_by_rank)
+  explicit Ends(std::vector<Socket> sockets_by_rank)
       : epoll_(::epoll_create1(EPOLL_CLOEXEC)),
         doze_epoll_(::epoll_create1(EPOLL_CLOEXEC)),
         event_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
@@ -53,10 +59,24 @@ class SocketChannel : public Channel {
   }
 
   // A last goodbye may still be in our hands; give the kernel a moment to take it.
-  ~SocketChannel() override {
-    for (Peer& peer : peers_)
-      if (peer.socket.open())
-        peer.socket.write_all(peer.outgoing.data(), peer.outgoing.size(), now_s() + 0.2);
+  ~Ends() override {
+    const double deadline_s = now_s() + 0.2;
+    for (Peer& peer : peers_) {
+      while (peer.out.there() && peer.socket.open() && !peer.outgoing.empty() &&
+             now_s() < deadline_s)
+        flush(peer);
+      if (peer.socket.open() && !peer.out.there())
+        peer.socket.write_all(peer.outgoing.data() + peer.left, peer.outgoing.size() - peer.left,
+                              deadline_s);
+    }
+  }
+
+  void share(int rank, char* out, char* in, std::shared_ptr<void> keepalive) override {
+    Peer& peer = peers_[static_cast<size_t>(rank)];
+    peer.out = Ring(out);
+    peer.in = Ring(in);
+    peer.keepalive = std::move(keepalive);
+    near_.push_back(rank);
   }
 
   void send(int rank, std::string_view bytes) override {
@@ -68,15 +88,19 @@ class SocketChannel : public Channel {
     peer.outgoing.append(bytes);
     if (blocked) return;
     flush(peer);
-    if (!peer.outgoing.empty())
+    if (!peer.outgoing.empty() && !peer.out.there())
       watch(EPOLL_CTL_MOD, peer.socket.fd(), static_cast<uint32_t>(rank), EPOLLIN | EPOLLOUT);
   }
 
   void receive(int timeout_us, std::vector<Message>& inbox) override {
+    look_at_rings(inbox);
     epoll_event events[64];
     int n = ::epoll_wait(epoll_.fd(), events, 64, 0);
-    if (n == 0 && timeout_us != 0) {
+    if (n == 0 && timeout_us != 0 && inbox.empty()) {
+      set_sleep([&] { receiving_ = true; });
       sleep(epoll_.fd(), timeout_us);
+      set_sleep([&] { receiving_ = false; });
+      look_at_rings(inbox);
       n = ::epoll_wait(epoll_.fd(), events, 64, 0);
     }
     for (int i = 0; i < n; ++i) {
@@ -110,12 +134,17 @@ class SocketChannel : public Channel {
     ::timerfd_settime(timer_.fd(), 0, &when, nullptr);
   }
 
-  void doze(int timeout_us) override { sleep(doze_epoll_.fd(), timeout_us); }
+  void doze(int timeout_us) override {
+    set_sleep([&] { dozing_ = true; });
+    sleep(doze_epoll_.fd(), timeout_us);
+    set_sleep([&] { dozing_ = false; });
+  }
 
   void hush(bool hushed) override {
     epoll_event event{};
     event.events = EPOLLIN;
     ::epoll_ctl(doze_epoll_.fd(), hushed ? EPOLL_CTL_DEL : EPOLL_CTL_ADD, epoll_.fd(), &event);
+    set_sleep([&] { hushed_ = hushed; });
   }
 
  private:
@@ -137,17 +166,73 @@ class SocketChannel : public Channel {
     ::ppoll(&waiting, 1, timeout_us < 0 ? nullptr : &limit, nullptr);
   }
 
+  // Changes who sleeps, and tells the writers of all rings whether they have to wake somebody.
+  template <class Change>
+  void set_sleep(Change&& change) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    change();
+    const bool asleep = receiving_ || (dozing_ && !hushed_);
+    if (std::exchange(asleep_, asleep) == asleep && !asleep) return;
+    bool any = false;
+    for (const int rank : near_) {
+      Ring& ring = peers_[static_cast<size_t>(rank)].in;
+      ring.sleeps(asleep);
+      any = any || !ring.empty();
+    }
+    if (asleep && any) wake();
+  }
+
+  void look_at_rings(std::vector<Message>& inbox) {
+    for (const int rank : near_) {
+      Peer& peer = peers_[static_cast<size_t>(rank)];
+      if (!peer.outgoing.empty()) flush(peer);
+      if (!peer.in.empty()) read_ring(peer, rank, inbox);
+    }
+  }
+
+  void read_ring(Peer& peer, int rank, std::vector<Message>& inbox) {
+    peer.in.read(peer.incoming);
+    if (peer.in.must_wake_writer()) ring_bell(peer);
+    unpack(peer, rank, inbox);
+  }
+
+  static void ring_bell(Peer& peer) {
+    if (!peer.socket.open()) return;
+    // A full socket wakes by what is in it already.
+    if (::send(peer.socket.fd(), "!", 1, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) return;
+  }
+
   static void flush(Peer& peer) {
-    size_t sent = 0;
-    while (sent < peer.outgoing.size()) {
-      const ssize_t n = ::send(peer.socket.fd(), peer.outgoing.data() + sent,
-                               peer.outgoing.size() - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (peer.out.there()) return flush_to_ring(peer);
+    while (peer.left < peer.outgoing.size()) {
+      const ssize_t n = ::send(peer.socket.fd(), peer.outgoing.data() + peer.left,
+                               peer.outgoing.size() - peer.left, MSG_NOSIGNAL | MSG_DONTWAIT);
       if (n < 0 && errno == EINTR) continue;
       if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
-      if (n < 0) sent = peer.outgoing.size();  // broken: reading will report the loss
-      if (n > 0) sent += static_cast<size_t>(n);
+      if (n < 0) peer.left = peer.outgoing.size();  // broken: reading will report the loss
+      if (n > 0) peer.left += static_cast<size_t>(n);
     }
-    peer.outgoing.erase(0, sent);
+    forget_sent(peer);
+  }
+
+  static void forget_sent(Peer& peer) {
+    if (peer.left < peer.outgoing.size() / 2) return;  // or else every byte is moved many times
+    peer.outgoing.erase(0, peer.left);
+    peer.left = 0;
+  }
+
+  static void flush_to_ring(Peer& peer) {
+    const auto write = [&] {
+      peer.left +=
+          peer.out.write(peer.outgoing.data() + peer.left, peer.outgoing.size() - peer.left);
+      return peer.left == peer.outgoing.size();
+    };
+    if (!write()) {
+      peer.out.wait_for_room();
+      write();
+    }
+    forget_sent(peer);
+    if (peer.out.must_wake_reader()) ring_bell(peer);
   }
 
   void read(Peer& peer, int rank, std::vector<Message>& inbox) {
@@ -155,10 +240,15 @@ class SocketChannel : public Channel {
     ssize_t n;
     do {
       n = ::recv(peer.socket.fd(), buffer, sizeof buffer, MSG_DONTWAIT);
-      if (n > 0) peer.incoming.append(buffer, static_cast<size_t>(n));
+      // Where frames come through a ring there are but bells here.
+      if (n > 0 && !peer.in.there()) peer.incoming.append(buffer, static_cast<size_t>(n));
     } while (n == static_cast<ssize_t>(sizeof buffer) || (n < 0 && errno == EINTR));
     const bool lost = n == 0 || (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK);
-    unpack(peer, rank, inbox);
+    if (peer.in.there()) {
+      read_ring(peer, rank, inbox);
+    } else {
+      unpack(peer, rank, inbox);
+    }
     if (!lost) return;
     peer.socket.close();  // also takes it out of the epoll set
     inbox.push_back({rank, true, {}});
@@ -181,6 +271,11 @@ class SocketChannel : public Channel {
   Socket event_;
   Socket timer_;
   std::vector<Peer> peers_;  // by rank
+  std::vector<int> near_;    // ranks with rings
+
+  std::mutex mutex_;  // of what follows: who sleeps
+  bool receiving_ = false, dozing_ = false, hushed_ = false;
+  bool asleep_ = false;
 };
 
 std::string missing_ranks(const std::vector<Socket>& sockets) {
@@ -200,7 +295,7 @@ SocketListener::SocketListener(int size, const std::string& interfaces)
   for (const std::string& host : local_addresses(interfaces)) address_ += " " + host;
 }
 
-std::unique_ptr<Channel> SocketListener::accept(double timeout_s) {
+std::unique_ptr<SocketChannel> SocketListener::accept(double timeout_s) {
   const double deadline_s = now_s() + timeout_s;
   std::vector<Socket> sockets(static_cast<size_t>(size_));
   for (int connected = 1; connected < size_;) {
@@ -222,10 +317,11 @@ std::unique_ptr<Channel> SocketListener::accept(double timeout_s) {
     if (!place.open()) ++connected;  // else it missed our answer and tries again
     place = std::move(socket);
   }
-  return std::make_unique<SocketChannel>(std::move(sockets));
+  return std::make_unique<Ends>(std::move(sockets));
 }
 
-std::unique_ptr<Channel> connect_channel(const std::string& address, int rank, double timeout_s) {
+std::unique_ptr<SocketChannel> connect_channel(const std::string& address, int rank,
+                                               double timeout_s) {
   std::istringstream words(address);
   std::string secret;
   int port = 0;
@@ -247,7 +343,7 @@ std::unique_ptr<Channel> connect_channel(const std::string& address, int rank, d
       if (!socket.read_all(&answer, 1, attempt_s)) continue;
       std::vector<Socket> sockets(1);
       sockets[0] = std::move(socket);
-      return std::make_unique<SocketChannel>(std::move(sockets));
+      return std::make_unique<Ends>(std::move(sockets));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }

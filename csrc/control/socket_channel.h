@@ -10,6 +10,14 @@
 
 namespace bagua {
 
+class SocketChannel : public Channel {
+ public:
+  // From now on messages to and from this peer go through two rings in memory that both processes
+  // see (see ring.h), the peer's the other way round; the socket only wakes, and tells of a loss.
+  // Before anything was sent.
+  virtual void share(int peer, char* out, char* in, std::shared_ptr<void> keepalive) = 0;
+};
+
 // Rank 0's end before the others have come.
 class SocketListener {
  public:
@@ -19,7 +27,7 @@ class SocketListener {
   // What the others need to connect: a secret and every address they may try.
   const std::string& address() const { return address_; }
   // Waits until ranks 1 to size-1 have connected.
-  std::unique_ptr<Channel> accept(double timeout_s);
+  std::unique_ptr<SocketChannel> accept(double timeout_s);
 
  private:
   const int size_;
@@ -29,6 +37,7 @@ class SocketListener {
 };
 
 // Everyone else's end.
-std::unique_ptr<Channel> connect_channel(const std::string& address, int rank, double timeout_s);
+std::unique_ptr<SocketChannel> connect_channel(const std::string& address, int rank,
+                                               double timeout_s);
 
 }  // namespace bagua

@@ -179,6 +179,7 @@ void Engine::exchange(const Set& set, const std::vector<RequestPtr>& requests) {
                {*scratch_, config_.allreduce, config_.fusion_nbytes,
                 [this](const Collective& row, const Job& job) { tell_choice(row, job); }});
   sent_nbytes_ += group.sent_nbytes();
+  touched_nbytes_ += group.touched_nbytes();
   ++exchange_count_;
   complete(requests, nullptr);
 }

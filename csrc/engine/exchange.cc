@@ -14,12 +14,8 @@ struct Tensor {
   const char* in;
   char* out;
   int64_t count;
-  int64_t nbytes() const { return count * static_cast<int64_t>(dtype_nbytes(dtype)); }
+  size_t nbytes() const { return static_cast<size_t>(count) * dtype_nbytes(dtype); }
 };
-
-void copy(char* to, const char* from, int64_t nbytes) {
-  if (to != from && nbytes > 0) std::memcpy(to, from, static_cast<size_t>(nbytes));
-}
 
 int member_of(const std::vector<int>& ranks, int rank) {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
@@ -51,30 +47,31 @@ std::vector<Tensor> tensors_by_dtype(const std::vector<RequestPtr>& requests) {
 
 // Calls run(data, dtype, count) on contiguous stretches that hold the tensors' inputs, in place
 // where one tensor is a stretch by itself, and leaves the results in their outputs.
-void on_stretches(const std::vector<Tensor>& tensors, const Workbench& bench, bool fuse,
-                  const std::function<void(char*, DType, int64_t)>& run) {
+void on_stretches(const std::vector<Tensor>& tensors, Group& group, const Workbench& bench,
+                  bool fuse, const std::function<void(char*, DType, int64_t)>& run) {
   for (size_t begin = 0; begin < tensors.size();) {
     const DType dtype = tensors[begin].dtype;
     size_t end = begin;
-    int64_t count = 0, nbytes = 0;
+    int64_t count = 0;
+    size_t nbytes = 0;
     do {
       count += tensors[end].count;
       nbytes += tensors[end].nbytes();
       ++end;
     } while (fuse && end < tensors.size() && tensors[end].dtype == dtype &&
-             nbytes + tensors[end].nbytes() <= bench.fusion_nbytes);
+             nbytes + tensors[end].nbytes() <= static_cast<size_t>(bench.fusion_nbytes));
     if (end == begin + 1) {
-      copy(tensors[begin].out, tensors[begin].in, nbytes);
+      group.copy(tensors[begin].out, tensors[begin].in, nbytes);
       run(tensors[begin].out, dtype, count);
     } else {
-      char* fused = bench.scratch.get(Scratch::kFusion, static_cast<size_t>(nbytes));
+      char* fused = bench.scratch.get(Scratch::kFusion, nbytes);
       char* at = fused;
       for (size_t i = begin; i < end; at += tensors[i++].nbytes())
-        copy(at, tensors[i].in, tensors[i].nbytes());
+        group.copy(at, tensors[i].in, tensors[i].nbytes());
       run(fused, dtype, count);
       at = fused;
       for (size_t i = begin; i < end; at += tensors[i++].nbytes())
-        copy(tensors[i].out, at, tensors[i].nbytes());
+        group.copy(tensors[i].out, at, tensors[i].nbytes());
     }
     begin = end;
   }
@@ -95,7 +92,7 @@ void exchange_allreduce(const std::vector<RequestPtr>& requests, Group& group,
   const Description& d = requests[0]->description;
   const Finish finish = finish_of(d, group.size());
   const bool fuse = d.op != ReduceOp::kAdasum;
-  on_stretches(tensors_by_dtype(requests), bench, fuse,
+  on_stretches(tensors_by_dtype(requests), group, bench, fuse,
                [&](char* data, DType dtype, int64_t count) {
                  Job job{group, bench.scratch, dtype, d.op, finish};
                  job.data = data;
@@ -114,7 +111,7 @@ void exchange_broadcast(const std::vector<RequestPtr>& requests, Group& group,
     // Only the root's input matters; the others' must not be copied over their outputs in vain.
     if (group.me() != root)
       for (Tensor& t : tensors) t.in = t.out;
-    on_stretches(tensors, bench, true, [&](char* data, DType dtype, int64_t count) {
+    on_stretches(tensors, group, bench, true, [&](char* data, DType dtype, int64_t count) {
       Job job{group, bench.scratch, dtype};
       job.data = data;
       job.count = count;
@@ -198,7 +195,7 @@ void exchange_reducescatter(const Request& request, Group& group, const Workbenc
     if (!is_linear(d.op) && d.prescale != 1) {
       const int64_t nbytes = infos[i].count() * static_cast<int64_t>(job.item());
       char* scaled = bench.scratch.get(Scratch::kFusion, static_cast<size_t>(nbytes));
-      copy(scaled, job.in, nbytes);
+      group.copy(scaled, job.in, static_cast<size_t>(nbytes));
       scale(job.dtype, scaled, infos[i].count(), d.prescale);
       job.in = scaled;
     }

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "common/types.h"
+#include "kernel/isa.h"
 
 namespace bagua {
 
@@ -54,5 +55,9 @@ inline F16 to_f16(float x) {
   h = magnitude > 0x7f800000u ? nan : h;
   return {static_cast<uint16_t>(sign | h)};
 }
+
+// Whole arrays of float16 or bfloat16.
+void widen(DType dtype, float* to, const void* from, int64_t count, Isa isa = best_isa());
+void narrow(DType dtype, void* to, const float* from, int64_t count, Isa isa = best_isa());
 
 }  // namespace bagua

@@ -10,6 +10,7 @@
 #include "control/socket_channel.h"
 #include "engine/bucket.h"
 #include "engine/engine.h"
+#include "engine/rings.h"
 #include "python/handle.h"
 #include "python/notice.h"
 #include "python/objects.h"
@@ -50,6 +51,7 @@ std::shared_ptr<Engine> start_engine(uintptr_t communicator, SocketListener* lis
       connect_mpi(reinterpret_cast<void*>(communicator), config.shared_memory, why_not);
   if (!why_not.empty() && config.needs_shared_memory)
     throw UsageError("transport='shm' cannot be used: " + why_not);
+  share_rings(*channel, *transport, config.start_timeout_s);
   const Log log(rank, config.log_level);
   if (!why_not.empty())
     log.write(LogLevel::kWarning, "no shared memory between ranks of one machine: " + why_not);
@@ -122,7 +124,6 @@ PYBIND11_MODULE(_core, m) {
            py::arg("address"), py::arg("rank"), py::arg("settings"), py::arg("names"))
       .def_property_readonly("rank", &Engine::rank)
       .def_property_readonly("size", &Engine::size)
-      .def("ranks_of", &Engine::ranks_of)
       .def("allocate",
            [](Engine& e, int64_t nbytes) {
              return std::make_shared<Memory>(
@@ -137,6 +138,7 @@ PYBIND11_MODULE(_core, m) {
       .def("counters", [](const Engine& e) {
         py::dict d;
         d["sent_nbytes"] = e.sent_nbytes();
+        d["touched_nbytes"] = e.touched_nbytes();
         d["exchanges"] = e.exchange_count();
         d["control_messages"] = e.message_count();
         return d;
@@ -161,7 +163,6 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("begins", &Bucket::begins)
       .def("ready", &Bucket::ready)
       .def("refuse", &Bucket::refuse)
-      .def("missing", &Bucket::missing)
       .def("count_quietly", &Bucket::count_quietly)
       .def("launch", [](const std::shared_ptr<Bucket>& b, int urgency) {
         return py::reinterpret_steal<py::object>(

@@ -1,6 +1,7 @@
 // The ranks that take part in one exchange, seen from one of them. Collectives speak only to this.
 #pragma once
 
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -33,8 +34,11 @@ class Group {
     }
     return {transport_, waiter_, std::move(ranks), me};
   }
-  // What a part of this group has sent is sent by it.
-  void add_sent(const Group& part) { sent_nbytes_ += part.sent_nbytes_; }
+  // What a part of this group has done is done by it.
+  void count(const Group& part) {
+    sent_nbytes_ += part.sent_nbytes_;
+    touched_nbytes_ += part.touched_nbytes_;
+  }
   // Equal for those that share memory.
   int node_of(int index) const { return transport_.node_of(ranks_[index]); }
   Group(const Group&) = delete;
@@ -46,9 +50,11 @@ class Group {
 
   Ticket send(int index, const void* data, size_t nbytes) {
     sent_nbytes_ += static_cast<int64_t>(nbytes);
+    touch(nbytes);
     return transport_.send(ranks_[index], data, nbytes);
   }
   Ticket recv(int index, void* data, size_t nbytes) {
+    touch(nbytes);
     return transport_.recv(ranks_[index], data, nbytes);
   }
 
@@ -87,7 +93,19 @@ class Group {
   }
   char* at(int index, const Place& place) { return node_->at(node_indices_[index], place); }
 
+  // ---- what this rank does, for the counters ---------------------------------------------------
+
+  void copy(void* to, const void* from, size_t nbytes) {
+    if (to == from || nbytes == 0) return;
+    std::memcpy(to, from, nbytes);
+    touch(2 * nbytes);
+  }
+  // So many bytes of memory were read or written. A message counts once at either end, however
+  // often the transport copies it.
+  void touch(size_t nbytes) { touched_nbytes_ += static_cast<int64_t>(nbytes); }
+
   int64_t sent_nbytes() const { return sent_nbytes_; }
+  int64_t touched_nbytes() const { return touched_nbytes_; }
 
  private:
   Note hear_peer(int peer) {
@@ -106,6 +124,7 @@ class Group {
   Node* node_;
   std::vector<int> node_indices_;
   int64_t sent_nbytes_ = 0;
+  int64_t touched_nbytes_ = 0;
 };
 
 // Messages that are waited for together.

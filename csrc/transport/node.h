@@ -40,6 +40,7 @@ class Node {
   int size() const { return static_cast<int>(ranks_.size()); }
   int first_rank() const { return ranks_.front(); }
   int index_of(int rank) const;  // on this node; -1 if it is elsewhere
+  int rank_of(int peer) const { return ranks_[static_cast<size_t>(peer)]; }
   const std::shared_ptr<Arenas>& arenas() const { return arenas_; }
 
   // The rest by the driving thread alone. Peers are indices on this node.

@@ -16,11 +16,11 @@ class Hierarchical : public testing::TestWithParam<Layout> {
   int n() const { return static_cast<int>(GetParam().size()); }
   size_t node_count() const { return std::set<int>(GetParam().begin(), GetParam().end()).size(); }
 
-  // Sums, or averages, `count` floats; returns the bytes that all ranks sent.
-  int64_t check(int64_t count, ReduceOp op, bool arenas) {
+  // Reduces `count` elements; returns the bytes that all ranks sent.
+  int64_t check(int64_t count, ReduceOp op, bool arenas, DType dtype = DType::kF32) {
     std::atomic<int64_t> sent{0};
     with_jobs(
-        n(), DType::kF32,
+        n(), dtype,
         [&](int rank, Job& job) {
           const size_t nbytes = static_cast<size_t>(count) * job.item();
           std::vector<char> own(nbytes + 1, 'g');
@@ -36,7 +36,9 @@ class Hierarchical : public testing::TestWithParam<Layout> {
           for (int64_t i = 0; i < count; ++i) put(job.dtype, job.data, i, small_number(rank, i));
           hierarchical(job);
           const auto expect = [&](int64_t i) {
-            return static_cast<float>(oracle(op, n(), i) / job.finish.divisor);
+            char rounded[sizeof(float)];
+            put(dtype, rounded, 0, oracle(op, n(), i) / job.finish.divisor);
+            return get(dtype, rounded, 0);
           };
           for (int64_t i = 0; i < count; ++i)
             ASSERT_EQ(get(job.dtype, job.data, i), expect(i)) << "at " << i << " of " << count;
@@ -67,6 +69,29 @@ TEST_P(Hierarchical, SumsAndAveragesOverUnequalNodes) {
       check(count, ReduceOp::kAverage, arenas);
       check(count, ReduceOp::kMax, arenas);
     }
+}
+
+TEST_P(Hierarchical, ReducesHalvesAndIntegers) {
+  for (const int64_t count : {1, 1000, 300000})
+    for (const DType dtype : {DType::kF16, DType::kI32}) {
+      check(count, ReduceOp::kSum, true, dtype);
+      check(count, ReduceOp::kMax, false, dtype);
+      if (dtype == DType::kF16) check(count, ReduceOp::kAverage, false, dtype);
+    }
+}
+
+// One rounding per result: 2048 + 1 is no float16, so a sum over nodes that rounds twice loses both
+// ones.
+TEST(HierarchicalHalves, AreRoundedOnce) {
+  with_jobs(4, DType::kF16,
+            [](int rank, Job& job) {
+              std::vector<F16> data(1000, to_f16(rank == 0 ? 2048 : rank == 3 ? 0 : 1));
+              job.data = reinterpret_cast<char*>(data.data());
+              job.count = 1000;
+              hierarchical(job);
+              for (const F16 x : data) ASSERT_EQ(to_float(x), 2050);
+            },
+            {0, 0, 1, 1});
 }
 
 TEST_P(Hierarchical, SendsAsIfEachNodeWereOneRank) {

@@ -62,5 +62,18 @@ TEST(Shared, OneAfterTheOther) {
       check(4, DType::kF32, count, 0, where, 50);
 }
 
+// Every byte of everyone is read by one rank and written by it.
+TEST(Shared, TouchesMemoryInArenasAsOftenAsACopy) {
+  for (const int n : {2, 4})
+    with_jobs(n, DType::kF32, [&](int, Job& job) {
+      job.count = 1 << 16;
+      const auto memory = job.group.node()->arenas()->allocate(job.nbytes());
+      job.data = memory.get();
+      shared(job);
+      EXPECT_EQ(job.group.touched_nbytes(), 2 * static_cast<int64_t>(job.nbytes()));
+      EXPECT_EQ(job.group.sent_nbytes(), 0);
+    });
+}
+
 }  // namespace
 }  // namespace bagua

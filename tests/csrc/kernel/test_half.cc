@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -122,6 +123,29 @@ TEST(Half, FloatsFromEverywhere) {
     expect_rounded<BF16>(kBF16, x);
     expect_rounded<BF16>(kBF16, -x);
     if (HasFailure()) return;
+  }
+}
+
+// Every float16 and bfloat16, and back, with each instruction set.
+TEST(Half, ArraysAreConvertedLikeSingleValues) {
+  std::vector<uint16_t> all(1 << 16);
+  std::iota(all.begin(), all.end(), uint16_t{0});
+  for (int i = 0; i < kIsaCount; ++i) {
+    const auto isa = static_cast<Isa>(i);
+    if (!has_isa(isa)) continue;
+    for (const DType dtype : {DType::kF16, DType::kBF16}) {
+      std::vector<float> wide(all.size());
+      std::vector<uint16_t> back(all.size());
+      widen(dtype, wide.data(), all.data(), static_cast<int64_t>(all.size()), isa);
+      narrow(dtype, back.data(), wide.data(), static_cast<int64_t>(all.size()), isa);
+      for (size_t j = 0; j < all.size(); ++j) {
+        const bool half = dtype == DType::kF16;
+        const float one = half ? to_float(F16{all[j]}) : to_float(BF16{all[j]});
+        ASSERT_EQ(float_bits(wide[j]), float_bits(one)) << isa_name(isa) << " " << j;
+        const uint16_t narrowed = half ? to_f16(one).bits : to_bf16(one).bits;
+        ASSERT_EQ(back[j], narrowed) << isa_name(isa) << " " << j;
+      }
+    }
   }
 }
 
