@@ -10,7 +10,7 @@ import re
 import pytest
 
 HEADER = """
-import faulthandler, os, signal, sys, threading, time
+import faulthandler, glob, itertools, os, signal, sys, threading, time
 import numpy as np
 import bagua
 
@@ -25,6 +25,15 @@ def die():
 def one():
     return np.ones(4, np.float32)
 
+meetings = itertools.count()
+
+def meet():
+    '''Waits until all ranks are here, so that a death later on disturbs nothing before.'''
+    folder, number = os.path.dirname(os.path.abspath(__file__)), next(meetings)
+    open(f"{folder}/meeting.{number}.{bagua.rank()}", "w").close()
+    while len(glob.glob(f"{folder}/meeting.{number}.*")) < bagua.size():
+        time.sleep(0.01)
+
 def expect_error(work):
     try:
         work()
@@ -37,6 +46,7 @@ START = """
 bagua.init(comm=None)
 me = bagua.rank()
 say("pid", os.getpid())
+meet()
 """
 
 
@@ -66,6 +76,7 @@ work = lambda: bagua.allreduce(one(), name="x")
 """,
     "while the others wait": """
 bagua.allreduce(one(), name="x")
+meet()
 if me == 1:
     time.sleep(0.5)
     die()
@@ -82,6 +93,7 @@ def work():
 """,
     "while all are idle": """
 bagua.allreduce(one(), name="x")
+meet()
 if me == 1:
     die()
 time.sleep(2)
