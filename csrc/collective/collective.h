@@ -8,8 +8,10 @@
 #include <utility>
 #include <vector>
 
+#include "collective/pace.h"
 #include "common/types.h"
 #include "kernel/reduce.h"
+#include "kernel/stream.h"
 #include "transport/group.h"
 
 namespace bagua {
@@ -23,6 +25,12 @@ class Scratch {
   // What others on this node may look at comes from `arenas`, where there are any.
   explicit Scratch(std::shared_ptr<Arenas> arenas = nullptr) : arenas_(std::move(arenas)) {}
   char* get(Lane lane, size_t nbytes);
+  // Of writing into stages past the caches (way 1) or not, for about so many bytes.
+  Pace& stage_pace(size_t nbytes) {
+    size_t at = 0;
+    while (at + 1 < kPaces && nbytes >> at) ++at;
+    return stage_paces_[at];
+  }
 
  private:
   struct Memory {
@@ -31,6 +39,8 @@ class Scratch {
   };
   const std::shared_ptr<Arenas> arenas_;
   Memory lanes_[kLanes];
+  static constexpr size_t kPaces = 40;  // by power of two
+  Pace stage_paces_[kPaces];
 };
 
 // One exchange of elements of one type. Which fields count depends on the kind:
@@ -60,6 +70,11 @@ struct Job {
 
   size_t item() const { return dtype_nbytes(dtype); }
   size_t nbytes() const { return static_cast<size_t>(count) * item(); }
+  // Copies past the caches; stream_fence() is due before others are told.
+  void stream(void* to, const void* from, size_t nbytes) const {
+    stream_copy(to, from, nbytes);
+    group.touch(2 * nbytes);
+  }
   // Reduces this many elements by the job's type and operation.
   void reduce(const Targets& targets, const void* const* srcs, int nsrcs, int64_t n,
               Finish finish) const {

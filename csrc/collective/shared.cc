@@ -7,6 +7,7 @@
 
 #include "collective/slices.h"
 #include "collective/stage.h"
+#include "common/clock.h"
 #include "common/memory.h"
 #include "kernel/stream.h"
 
@@ -43,19 +44,23 @@ void in_arenas(Job& job, const std::vector<char*>& data) {
   std::vector<void*> targets;
   for (char* base : data) targets.push_back(base + slice.begin * static_cast<int64_t>(job.item()));
   const bool stream = job.nbytes() >= kStreamNbytes;
-  job.reduce({targets.data(), group.size(), stream}, targets.data(), group.size(), slice.count,
-             job.finish);
+  job.reduce({targets.data(), group.size(), stream ? group.size() : 0}, targets.data(),
+             group.size(), slice.count, job.finish);
   if (stream) stream_fence();
   group.step();
 }
 
+// Writing again what somebody has read waits for their caches; past the caches it does not, but the
+// reading takes longer. Where ranks share a cache the first is faster, elsewhere by far the second.
+//
 // In rounds, each over a piece of every slice. My piece of slice i is at place i of my stage; the
 // reduced piece of my own slice takes the place where it would have been.
 void staged(Job& job) {
   Group& group = job.group;
   const int n = group.size(), me = group.me();
   const auto item = static_cast<int64_t>(job.item());
-  const int64_t piece = static_cast<int64_t>(Stage::kNbytes) / n / item / 64 * 64;
+  const int64_t piece =
+      std::max<int64_t>(static_cast<int64_t>(Stage::kNbytes) / n / item / 64, 1) * 64;
   Stage stage(job, static_cast<size_t>(piece * n * item));
   const auto piece_of = [&](int i, int64_t round) {
     const Slice slice = lines_of(job, i);
@@ -63,15 +68,28 @@ void staged(Job& job) {
     return Slice{slice.begin + at, std::min(piece, slice.count - at)};
   };
   std::vector<const void*> srcs(static_cast<size_t>(n));
-  for (int64_t round = 0; round * piece < lines_of(job, 0).count; ++round) {
+  const int64_t rounds = (lines_of(job, 0).count + piece - 1) / piece;
+  Pace& pace = job.scratch.stage_pace(job.nbytes());
+  int stream = pace.last();  // until the first rank has said
+  double began_s = now_s();
+  for (int64_t round = 0; round < rounds; ++round) {
     for (int i = 0; i < n; ++i) {
       const Slice theirs = piece_of(i, round);
-      if (i != me)
-        group.copy(stage.mine() + i * piece * item, job.data + theirs.begin * item,
-                   static_cast<size_t>(theirs.count * item));
+      if (i == me) continue;
+      char* to = stage.mine() + i * piece * item;
+      const char* from = job.data + theirs.begin * item;
+      const auto nbytes = static_cast<size_t>(theirs.count * item);
+      if (stream) {
+        job.stream(to, from, nbytes);
+      } else {
+        group.copy(to, from, nbytes);
+      }
     }
+    if (stream) stream_fence();
     if (round == 0) {
-      stage.first_step();
+      const double waits_s = now_s();
+      stream = static_cast<int>(stage.first_step(me == 0 ? pace.choose() : 0));
+      began_s += now_s() - waits_s;
     } else {
       stage.step();
     }
@@ -80,7 +98,8 @@ void staged(Job& job) {
     for (int i = 0; i < n; ++i)
       srcs[static_cast<size_t>(i)] = i == me ? own : stage.of(i) + me * piece * item;
     void* targets[] = {own, stage.mine() + me * piece * item};
-    job.reduce({targets, 2, false}, srcs.data(), n, mine.count, job.finish);
+    job.reduce({targets, 2, stream}, srcs.data(), n, mine.count, job.finish);
+    if (stream) stream_fence();
     stage.step();
     for (int i = 0; i < n; ++i) {
       const Slice theirs = piece_of(i, round);
@@ -89,6 +108,7 @@ void staged(Job& job) {
                    static_cast<size_t>(theirs.count * item));
     }
   }
+  pace.took(stream, (now_s() - began_s) / static_cast<double>(job.nbytes()));
   stage.leave();
 }
 

@@ -9,7 +9,7 @@ namespace {
 // Up to this many bytes one round of whole vectors beats two rounds of slices.
 constexpr size_t kGatherNbytes = 16 << 10;
 // Below this many bytes the steps inside the nodes cost more than the messages they save.
-constexpr size_t kHierarchicalNbytes = 64 << 10;
+constexpr size_t kHierarchicalNbytes = 1 << 10;
 // From this many ranks on, a ring's steady neighbours beat slices that everyone sends to everyone.
 constexpr int kRingRanks = 17;
 

@@ -245,6 +245,7 @@ class Ends : public SocketChannel {
     } while (n == static_cast<ssize_t>(sizeof buffer) || (n < 0 && errno == EINTR));
     const bool lost = n == 0 || (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK);
     if (peer.in.there()) {
+      if (!peer.outgoing.empty()) flush(peer);  // there may be room again
       read_ring(peer, rank, inbox);
     } else {
       unpack(peer, rank, inbox);

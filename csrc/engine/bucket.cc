@@ -16,17 +16,40 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
       is_ready_(slot_counts.size()),
       left_(slot_counts.size()) {
   description_.priority = priority;
-  const int64_t line = static_cast<int64_t>(kLineNbytes / dtype_nbytes(dtype));
-  for (const int64_t count : slot_counts) {
-    begins_.push_back(count_);
-    count_ += (count + line - 1) / line * line;
+  const auto item = static_cast<int64_t>(dtype_nbytes(dtype));
+  const bool adasum = description_.op == ReduceOp::kAdasum;  // weighs every tensor by itself
+  const bool move = !adasum && engine_->exchanges_anywhere(set);
+  std::vector<int> together, alone;
+  for (size_t i = 0; i < slot_counts.size(); ++i) {
+    const bool large = move && slot_counts[i] * item >= kLoneNbytes;
+    (adasum || large ? alone : together).push_back(static_cast<int>(i));
   }
+  begins_.resize(slot_counts.size());
+  part_of_.assign(slot_counts.size(), -1);
+  const int64_t shared = add_slots(together, slot_counts);
+  add_slots(alone, slot_counts);
   arena_ = engine_->allocate(static_cast<size_t>(nbytes()));
-  if (description_.op == ReduceOp::kAdasum) {  // weighs every tensor by itself
-    for (size_t i = 0; i < slot_counts.size(); ++i) add_part(begins_[i], slot_counts[i]);
-  } else {
-    add_part(0, count_);
+  if (shared > 0 || alone.empty()) add_part(0, shared);
+  for (const int slot : alone) {
+    if (move) part_of_[static_cast<size_t>(slot)] = static_cast<int>(parts_.size());
+    add_part(begins_[static_cast<size_t>(slot)], slot_counts[static_cast<size_t>(slot)]);
   }
+}
+
+// Gives these slots places behind those there are; returns the end of the last.
+int64_t Bucket::add_slots(const std::vector<int>& slots, const std::vector<int64_t>& counts) {
+  const auto line = static_cast<int64_t>(kLineNbytes / dtype_nbytes(dtype_));
+  for (const int slot : slots) {
+    begins_[static_cast<size_t>(slot)] = count_;
+    count_ += (counts[static_cast<size_t>(slot)] + line - 1) / line * line;
+  }
+  return count_;
+}
+
+std::vector<bool> Bucket::movable() const {
+  std::vector<bool> movable;
+  for (const int part : part_of_) movable.push_back(part >= 0);
+  return movable;
 }
 
 void Bucket::add_part(int64_t begin, int64_t count) {
@@ -53,7 +76,19 @@ bool Bucket::ready_but_not_last(int slot) {
   return true;
 }
 
-HandlePtr Bucket::launch(Engine::Urgency urgency) { return engine_->submit(start_over(), urgency); }
+HandlePtr Bucket::launch(Engine::Urgency urgency, const std::vector<Place>& places,
+                         std::shared_ptr<void> keepalive) {
+  auto request = start_over();
+  for (const Place& place : places) {
+    const int part = part_of_.at(static_cast<size_t>(place.slot));
+    if (part < 0) throw InternalError("this slot of a bucket cannot be elsewhere");
+    request->parts[static_cast<size_t>(part)] = {place.data, place.data};
+  }
+  if (keepalive)
+    request->keepalive = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(
+        arena_, std::move(keepalive));
+  return engine_->submit(std::move(request), urgency);
+}
 
 void Bucket::refuse(const std::string& problem) {
   auto request = start_over();

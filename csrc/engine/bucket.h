@@ -1,4 +1,5 @@
-// Many tensors in one arena, exchanged together and in place each time all of them are ready.
+// Many tensors that are exchanged together, in place, each time all of them are ready. Each has a
+// slot in one arena; a large one may also be exchanged where it is.
 #pragma once
 
 #include <atomic>
@@ -24,6 +25,8 @@ class Bucket {
   DType dtype() const { return dtype_; }
   // Where each slot begins, in elements; every slot starts on a cache line.
   const std::vector<int64_t>& begins() const { return begins_; }
+  // Slots that may be exchanged elsewhere, because copying them would cost more than it saves.
+  std::vector<bool> movable() const;
 
   // The slot's values are there; saying so again changes nothing. True for the call that makes the
   // last slot ready: then the values must be in the arena and launch() is due. Any thread.
@@ -35,13 +38,20 @@ class Bucket {
   bool ready_but_not_last(int slot);
   // Slots not ready since the last launch.
   std::vector<int> missing() const;
-  // Starts the exchange of the whole arena and counts anew.
-  HandlePtr launch(Engine::Urgency urgency);
+  // Starts the exchange and counts anew. Some movable slots may be at other places this time, which
+  // `keepalive` owns.
+  struct Place {
+    int slot;
+    char* data;
+  };
+  HandlePtr launch(Engine::Urgency urgency, const std::vector<Place>& places = {},
+                   std::shared_ptr<void> keepalive = nullptr);
   // Does not take part this time: throws a UsageError, here and on the ranks that launch.
   void refuse(const std::string& problem);
 
  private:
   RequestPtr start_over();
+  int64_t add_slots(const std::vector<int>& slots, const std::vector<int64_t>& counts);
   void add_part(int64_t begin, int64_t count);
 
   const std::shared_ptr<Engine> engine_;
@@ -53,6 +63,7 @@ class Bucket {
   std::shared_ptr<char> arena_;
   Description description_;
   std::vector<Part> parts_;
+  std::vector<int> part_of_;  // by slot; -1 for one that shares a part with others
 
   std::atomic<bool> quiet_{false};
   mutable std::mutex mutex_;

@@ -24,6 +24,7 @@
 #include "engine/exchange.h"
 #include "engine/ledger.h"
 #include "engine/liveness.h"
+#include "engine/patience.h"
 #include "engine/request.h"
 #include "engine/schedule.h"
 
@@ -62,6 +63,9 @@ class Engine {
   // Memory that exchanges with the ranks of this machine need not copy: zeros, on a cache line,
   // shared if anything is. Any thread.
   std::shared_ptr<char> allocate(size_t nbytes);
+
+  // Whether an allreduce of this process set takes as long for memory that only this process sees.
+  bool exchanges_anywhere(int32_t set);
 
   // Ranks of a process set; throws UsageError when there is none or this rank is not in it.
   std::vector<int> ranks_of(int32_t set);
@@ -156,6 +160,8 @@ class Engine {
 
   std::unique_ptr<Ledger> ledger_;  // rank 0 only
   Liveness liveness_;
+  Patience patience_;  // of a caller that drives, until something is agreed
+  double heard_s_ = 0;
   std::unique_ptr<Waiter> waiter_;
   std::unique_ptr<Scratch> scratch_;
   std::map<int32_t, Set> sets_;

@@ -200,7 +200,10 @@ RequestPtr Engine::stand_in(const Set& set, const Entry& entry) {
     const auto nbytes =
         static_cast<size_t>(std::max<int64_t>(tensor.count(), 0)) * dtype_nbytes(tensor.dtype);
     memory->emplace_back(nbytes);
-    request->parts.push_back({memory->back().data(), memory->back().data()});
+    char* in = memory->back().data();
+    // Its result may come while the zeros still are under way.
+    if (entry.description.kind == OpKind::kReducescatter) memory->emplace_back(nbytes);
+    request->parts.push_back({in, memory->back().data()});
     request->rows.push_back(0);
   }
   request->splits.assign(set.ranks.size(), 0);

@@ -17,6 +17,7 @@ constexpr int kSleepUs = 2000;  // where a peer wakes us; in between we look for
 }  // namespace
 
 void EngineWaiter::begin() {
+  if (began_s_ > 0) patience_.waited((looked_s_ - began_s_) * 1e6);
   pauses_ = 0;
   began_s_ = 0;
 }
@@ -25,12 +26,13 @@ void EngineWaiter::pause(Node* node) {
   if (++pauses_ % kPausesPerLook != 0) return cpu_relax();
   const double now = now_s();
   if (began_s_ == 0) began_s_ = warned_s_ = now;
+  looked_s_ = now;
   const double waited_us = (now - began_s_) * 1e6;
   // A thread that has nothing else to do may spin. The coordination thread must not: the model
   // computes meanwhile, perhaps on this core.
   if (engine_.caller_drives_) {
-    if (waited_us < engine_.config_.spin_us) return cpu_relax();
-    if (waited_us < engine_.config_.spin_us + kYieldUs) {
+    if (waited_us < patience_.spin_us()) return cpu_relax();
+    if (waited_us < patience_.spin_us() + kYieldUs) {
       ::sched_yield();
       return;
     }
@@ -38,6 +40,7 @@ void EngineWaiter::pause(Node* node) {
   pauses_ = kPausesPerLook - 1;  // from here on every pause is a nap
   if (node) node->sleep(kSleepUs);
   engine_.receive(node ? 0 : kNapUs);
+  looked_s_ = now_s();
   engine_.tick();
   engine_.check_progress(now - began_s_, warned_s_);
 }

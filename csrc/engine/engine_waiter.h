@@ -3,6 +3,7 @@
 // exchange and a busy rank 0 still coordinates other process sets.
 #pragma once
 
+#include "engine/patience.h"
 #include "transport/transport.h"
 
 namespace bagua {
@@ -11,13 +12,15 @@ class Engine;
 
 class EngineWaiter : public Waiter {
  public:
-  explicit EngineWaiter(Engine& engine) : engine_(engine) {}
+  EngineWaiter(Engine& engine, double spin_us) : engine_(engine), patience_(spin_us) {}
   void begin() override;
   void pause(Node* node) override;
 
  private:
   Engine& engine_;
+  Patience patience_;
   double began_s_ = 0;
+  double looked_s_ = 0;
   double warned_s_ = 0;
   int pauses_ = 0;
 };

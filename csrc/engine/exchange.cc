@@ -17,6 +17,8 @@ struct Tensor {
   size_t nbytes() const { return static_cast<size_t>(count) * dtype_nbytes(dtype); }
 };
 
+bool lone(const Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()) >= kLoneNbytes; }
+
 int member_of(const std::vector<int>& ranks, int rank) {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
@@ -58,7 +60,8 @@ void on_stretches(const std::vector<Tensor>& tensors, Group& group, const Workbe
       count += tensors[end].count;
       nbytes += tensors[end].nbytes();
       ++end;
-    } while (fuse && end < tensors.size() && tensors[end].dtype == dtype &&
+    } while (fuse && end < tensors.size() && tensors[end].dtype == dtype && !lone(tensors[begin]) &&
+             !lone(tensors[end]) &&
              nbytes + tensors[end].nbytes() <= static_cast<size_t>(bench.fusion_nbytes));
     if (end == begin + 1) {
       group.copy(tensors[begin].out, tensors[begin].in, nbytes);

@@ -105,7 +105,7 @@ struct Greater {
 void deliver(const Targets& targets, size_t at, const void* from, size_t nbytes, Isa isa) {
   for (int i = 0; i < targets.count; ++i) {
     char* to = static_cast<char*>(targets.all[i]) + at;
-    if (targets.stream) {
+    if (i >= targets.count - targets.streamed) {
       stream_copy(to, from, nbytes, isa);
     } else {
       std::memcpy(to, from, nbytes);
@@ -148,7 +148,7 @@ template <class T, class Op>
       const T* src = static_cast<const T*>(srcs[s]) + at;
       for (int64_t i = 0; i < n; ++i) acc[i] = Op::apply(acc[i], E::load(src[i]));
     }
-    const bool direct = targets.count == 1 && !targets.stream;
+    const bool direct = targets.count == 1 && targets.streamed == 0;
     T* out = direct ? static_cast<T*>(targets.all[0]) + at : results;
     if (finish.identity()) {
       for (int64_t i = 0; i < n; ++i) out[i] = E::store(acc[i]);

@@ -16,11 +16,11 @@ struct Finish {
   bool identity() const { return divisor == 1 && factor == 1; }
 };
 
-// Where results go: to one place or, alike, to several; past the caches if `stream`, after which
-// stream_fence() is due before others are told.
+// Where results go: to one place or, alike, to several; to the last `streamed` of them past the
+// caches, after which stream_fence() is due before others are told.
 struct Targets {
   Targets(void* one) : one_(one), all(&one_), count(1) {}  // NOLINT: a pointer is a target
-  Targets(void* const* all, int count, bool stream) : all(all), count(count), stream(stream) {}
+  Targets(void* const* all, int count, int streamed) : all(all), count(count), streamed(streamed) {}
   Targets(const Targets&) = delete;
 
  private:
@@ -29,7 +29,7 @@ struct Targets {
  public:
   void* const* all;
   int count;
-  bool stream = false;
+  int streamed = 0;
 };
 
 // dst[i] = finish(op(srcs[0][i], srcs[1][i], ...)), in that order, for every target. 16-bit floats

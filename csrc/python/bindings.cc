@@ -2,6 +2,7 @@
 // results of unknown size go out as buffers that the engine owns.
 #include <pybind11/stl.h>
 
+#include <map>
 #include <utility>
 
 #include "collective/collective.h"
@@ -164,8 +165,20 @@ PYBIND11_MODULE(_core, m) {
       .def("ready", &Bucket::ready)
       .def("refuse", &Bucket::refuse)
       .def("count_quietly", &Bucket::count_quietly)
-      .def("launch", [](const std::shared_ptr<Bucket>& b, int urgency) {
-        return py::reinterpret_steal<py::object>(
-            make_handle(b->engine(), b->launch(static_cast<Engine::Urgency>(urgency)), Py_None));
-      });
+      .def_property_readonly("movable", &Bucket::movable)
+      // launch(urgency, {slot: address}, owner of what is there)
+      .def(
+          "launch",
+          [](const std::shared_ptr<Bucket>& b, int urgency,
+             const std::map<int, uintptr_t>& addresses, const py::object& owner) {
+            std::vector<Bucket::Place> places;
+            for (const auto& [slot, address] : addresses)
+              places.push_back({slot, reinterpret_cast<char*>(address)});
+            auto handle = b->launch(static_cast<Engine::Urgency>(urgency), places,
+                                    places.empty() ? nullptr : keep(owner.ptr()));
+            return py::reinterpret_steal<py::object>(
+                make_handle(b->engine(), std::move(handle), Py_None));
+          },
+          py::arg("urgency"), py::arg("addresses") = std::map<int, uintptr_t>(),
+          py::arg("owner") = py::none());
 }

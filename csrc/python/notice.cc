@@ -16,6 +16,9 @@ namespace {
 
 // Larger gradients are left to torch, which copies with all its threads and without the GIL.
 constexpr int64_t kSmallNbytes = 256 << 10;
+// Up to this size copying a result back into the gradient costs less than putting the view in its
+// place and freeing it.
+constexpr int64_t kTinyNbytes = 8 << 10;
 
 struct Notice {
   PyObject_HEAD;
@@ -24,10 +27,13 @@ struct Notice {
   int slot;
   PyObject* view;  // the slot's place in the arena, as a tensor
   Plain place;     // the same; no data if it cannot be written from here
+  PyObject* grad;  // where the result is wanted back, from gather() to deliver(), or null
+  void* grad_data;
 };
 
 PyTypeObject* notice_type;
 PyObject* grad_name;
+PyObject* requires_grad_name;
 
 Notice& as_notice(PyObject* self) { return *reinterpret_cast<Notice*>(self); }
 
@@ -46,12 +52,31 @@ PyObject* grad_of(PyObject* param) {
 }
 
 // Copies the gradient into the arena if it is not there yet. False: that is left to the caller.
-bool bring(const Notice& notice, PyObject* grad) {
+bool bring(Notice& notice, PyObject* grad) {
+  Py_CLEAR(notice.grad);
   if (grad == notice.view) return true;
   Plain source;
   if (!notice.place.data || !read_plain(grad, source) || !alike(source, notice.place)) return false;
-  std::memcpy(notice.place.data, source.data, static_cast<size_t>(nbytes_of(source)));
+  const int64_t nbytes = nbytes_of(source);
+  std::memcpy(notice.place.data, source.data, static_cast<size_t>(nbytes));
+  if (nbytes <= kTinyNbytes) {
+    notice.grad = new_ref(grad);
+    notice.grad_data = source.data;
+  }
   return true;
+}
+
+// Makes what is in the arena the parameter's gradient.
+void take(Notice& notice, PyObject* param) {
+  PyObject* grad = grad_of(param);
+  Py_DECREF(grad);
+  Plain now;  // a hook of the user's may have given it other memory
+  if (grad == notice.grad && read_plain(grad, now) && now.data == notice.grad_data) {
+    std::memcpy(now.data, notice.place.data, static_cast<size_t>(nbytes_of(notice.place)));
+  } else if (grad != notice.view && PyObject_SetAttr(param, grad_name, notice.view) != 0) {
+    throw py::error_already_set();
+  }
+  Py_CLEAR(notice.grad);
 }
 
 PyObject* call(PyObject* self, PyObject* args, PyObject*) {
@@ -90,6 +115,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
   const Notice& notice = as_notice(self);
   Py_VISIT(notice.decide);
   Py_VISIT(notice.view);
+  Py_VISIT(notice.grad);
   Py_VISIT(Py_TYPE(self));
   return 0;
 }
@@ -99,6 +125,7 @@ int clear(PyObject* self) {
   notice.bucket.reset();
   Py_CLEAR(notice.decide);
   Py_CLEAR(notice.view);
+  Py_CLEAR(notice.grad);
   return 0;
 }
 
@@ -117,7 +144,7 @@ PyObject* make_notice(PyObject*, PyObject* decide) {
   if (!self) return nullptr;
   self->decide = new_ref(decide);
   new (&self->bucket) std::shared_ptr<Bucket>();
-  self->view = nullptr;
+  self->view = self->grad = nullptr;
   PyObject_GC_Track(reinterpret_cast<PyObject*>(self));
   return reinterpret_cast<PyObject*>(self);
 }
@@ -162,22 +189,43 @@ PyObject* gather(PyObject*, PyObject* const* args, Py_ssize_t count) {
   });
 }
 
-// deliver(params, views): makes the views the parameters' gradients.
+// deliver(params, notices): makes what is in the arena the parameters' gradients.
 PyObject* deliver(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
-    for_each_pair(args, count, [&](Py_ssize_t, PyObject* param, PyObject* view) {
-      PyObject* grad = grad_of(param);
-      Py_DECREF(grad);
-      if (grad != view && PyObject_SetAttr(param, grad_name, view) != 0)
-        throw py::error_already_set();
+    for_each_pair(args, count, [&](Py_ssize_t, PyObject* param, PyObject* notice) {
+      take(as_notice(notice), param);
     });
     return new_ref(Py_None);
   });
 }
 
+// unchanged(lists, params, flags): whether these lists, one after the other, hold exactly these
+// parameters, and each of them requires a gradient if its flag is true.
+PyObject* unchanged(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    if (count != 3) throw py::type_error("unchanged takes 3 lists");
+    PyObject *lists = args[0], *params = args[1], *flags = args[2];
+    Py_ssize_t at = 0;
+    for (Py_ssize_t i = 0; i < PyList_Size(lists); ++i) {
+      PyObject* list = PyList_GET_ITEM(lists, i);
+      for (Py_ssize_t j = 0; j < PyList_Size(list); ++j, ++at) {
+        PyObject* param = PyList_GET_ITEM(list, j);
+        if (at >= PyList_Size(params) || param != PyList_GET_ITEM(params, at))
+          return new_ref(Py_False);
+        PyObject* required = PyObject_GetAttr(param, requires_grad_name);
+        if (!required) throw py::error_already_set();
+        Py_DECREF(required);
+        if (required != PyList_GET_ITEM(flags, at)) return new_ref(Py_False);
+      }
+    }
+    return new_ref(at == PyList_Size(params) ? Py_True : Py_False);
+  });
+}
+
 PyMethodDef functions[] = {
     {"gather", as_method(gather), METH_FASTCALL, "Copies small gradients into the arena."},
-    {"deliver", as_method(deliver), METH_FASTCALL, "Makes views the parameters' gradients."},
+    {"deliver", as_method(deliver), METH_FASTCALL, "Makes results the parameters' gradients."},
+    {"unchanged", as_method(unchanged), METH_FASTCALL, "Whether these are still the parameters."},
     {"notice", make_notice, METH_O,
      "A hook that calls this function, less often when it is bound."},
     {nullptr, nullptr, 0, nullptr},
@@ -187,6 +235,7 @@ PyMethodDef functions[] = {
 
 void add_notice_type(py::module_& m) {
   grad_name = PyUnicode_InternFromString("grad");
+  requires_grad_name = PyUnicode_InternFromString("requires_grad");
   notice_type = add_type(m, spec);
   if (PyModule_AddFunctions(m.ptr(), functions) != 0) throw py::error_already_set();
 }

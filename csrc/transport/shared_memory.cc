@@ -176,7 +176,8 @@ void Arenas::give_back(const Piece& piece) {
   const size_t end = (piece.offset + piece.nbytes) / kPage * kPage;
   char* data = owned.memory->data();
   if (end > begin) {
-    ::madvise(data + begin, end - begin, MADV_REMOVE);
+    if (::madvise(data + begin, end - begin, MADV_REMOVE) != 0)
+      std::memset(data + begin, 0, end - begin);
     std::memset(data + piece.offset, 0, begin - piece.offset);
     std::memset(data + end, 0, piece.offset + piece.nbytes - end);
   } else {

@@ -144,11 +144,11 @@ void check_reduce(DType dtype, ReduceOp op, int nsrcs, int64_t count, Finish fin
   const auto other = std::make_unique<T[]>(size), another = std::make_unique<T[]>(size);
   for (int isa = 0; isa < kIsaCount; ++isa) {
     if (!has_isa(static_cast<Isa>(isa))) continue;
-    for (const bool stream : {false, true}) {
+    for (const int streamed : {0, 1, 2}) {
       std::copy(dst, dst + size, other.get());
       std::copy(dst, dst + size, another.get());
       void* targets[] = {other.get() + kGuard, another.get() + kGuard};
-      reduce(dtype, op, {targets, 2, stream}, srcs.data(), nsrcs, count, finish,
+      reduce(dtype, op, {targets, 2, streamed}, srcs.data(), nsrcs, count, finish,
              static_cast<Isa>(isa));
       stream_fence();
       check(other.get(), isa_name(static_cast<Isa>(isa)));
