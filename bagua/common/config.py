@@ -64,13 +64,26 @@ class Config:
         "auto",
         "collective that an allreduce uses",
         agree=True,
-        choices=("auto", "shared", "hierarchical", "gather_reduce", "scatter_reduce", "ring"),
+        choices=(
+            "auto",
+            "shared",
+            "hierarchical",
+            "gather_reduce",
+            "scatter_reduce",
+            "ring",
+            "halving",
+        ),
     )
     fusion_mb: float = _setting(
         16.0, "at most so many MB of small one-shot requests are fused", agree=True, min=0, max=4096
     )
     bucket_mb: float = _setting(
         25.0, "size of a gradient bucket in MB", agree=True, above=0, max=65536
+    )
+    overlap: str = _setting(
+        "auto",
+        "exchange while backward computes; auto: over a network, or with a core to spare",
+        choices=("auto", "always", "never"),
     )
     stall_warn_s: float = _setting(
         60.0, "warn of a request that some ranks have not submitted for so long (0 = never)", min=0

@@ -59,20 +59,33 @@ class World:
         self.cross_size = len(peers)
         self.is_homogeneous = len({len(ranks) for ranks in _by_host(hosts)}) == 1
         self.process_sets: dict[int, ProcessSet] = {}
+        self.core_count = 1.0  # this rank's share of its machine
         self.engine = self._start_engine(hosts)
         global_process_set.ranks = list(range(self.size))
         global_process_set._bind(0, self.rank)
         self.process_sets[0] = global_process_set
+
+    def overlaps(self, busy_threads: int) -> bool:
+        """Whether an exchange while the model computes makes training faster.
+
+        It does where something else than this machine's cores is waited for, or one of them is
+        free.
+        """
+        if self.config.overlap != "auto":
+            return self.config.overlap == "always"
+        return self.local_size < self.size or self.core_count >= busy_threads + 1
 
     def _start_engine(self, hosts: list[str]) -> Any:
         comm = self._comm
         settings = asdict(self.config)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             settings["inline_drive"] = False  # keeps all MPI on the coordination thread
-        if self.local_size > _usable_cores():
+        places = comm.allgather((os.getpid(), _usable_cores()))
+        near = [cores for host, (_, cores) in zip(hosts, places) if host == hosts[self.rank]]
+        self.core_count = _share(places[self.rank][1], near)
+        if self.core_count < 1:
             settings["spin_us"] = 0.0  # spinning would take the core a peer needs
-        pids = comm.allgather(os.getpid())
-        names = [f"host {host}, pid {pid}" for host, pid in zip(hosts, pids)]
+        names = [f"host {host}, pid {pid}" for host, (pid, _) in zip(hosts, places)]
         listener, address = None, None
         if self.rank == 0:
             try:
@@ -335,10 +348,19 @@ def _by_host(hosts: list[str]) -> list[list[int]]:
     return list(places.values())
 
 
-def _usable_cores() -> int:
+def _usable_cores() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def _share(mine: frozenset[int], everyone: Sequence[frozenset[int]]) -> float:
+    """Of each core that this rank may use, its share among the ranks that may.
+
+    >>> _share(frozenset({0, 1}), [frozenset({0, 1}), frozenset({1})])
+    1.5
+    """
+    return sum(1 / sum(core in cores for cores in everyone) for core in mine)
 
 
 def _warn_of_torchrun() -> None:

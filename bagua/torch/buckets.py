@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from bagua.algorithms import Algorithm, BucketInfo
 from bagua.common.core import core
@@ -17,6 +18,9 @@ from bagua.common.errors import UsageError
 from bagua.common.kinds import DTYPE_NUMBER, ReduceOp, Urgency
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
+
+# How many optimizers exchange the gradient of a parameter.
+claims: Any = WeakTensorKeyDictionary()
 
 
 class Slot:
@@ -79,7 +83,10 @@ class Bucket:
         self._lay_out(dtype)
         self._params = [slot.param for slot in self.slots]
         self._notices = [slot.notice for slot in self.slots]
-        self._views = [slot.view for slot in self.slots]
+        # Exchanges of several contributions add up to one of their sum only if they are linear.
+        linear = op in (ReduceOp.Average, ReduceOp.Sum)
+        self._movable = self.arena.movable if linear else [False] * len(self.slots)
+        self._away: list[tuple[Slot, torch.Tensor]] = []  # gradients exchanged where they are
 
     def _lay_out(self, dtype: torch.dtype) -> None:
         if memoryview(self.arena).nbytes == 0:
@@ -96,11 +103,21 @@ class Bucket:
         self.stale = False
         with torch.no_grad():
             self._gather()
-        self.handle = self.arena.launch(urgency)
+        if not self._away:
+            self.handle = self.arena.launch(urgency)
+            return
+        addresses = {slot.index: grad.data_ptr() for slot, grad in self._away}
+        self.handle = self.arena.launch(urgency, addresses, self._away)
+        for slot, _ in self._away:
+            slot.param.grad = None  # what backward adds from now on must not land there
 
     def _gather(self) -> None:
-        """Brings gradients that are elsewhere into the arena; none means zeros."""
+        """Brings gradients that are elsewhere into the arena; none means zeros.
+
+        All but large ones: to exchange them where they are costs less.
+        """
         views, grads = [], []
+        self._away = []
         for i in core.gather(self._params, self._notices):
             slot = self.slots[i]
             grad = slot.param.grad
@@ -110,6 +127,8 @@ class Bucket:
                 raise UsageError(
                     f"{slot.name} got a sparse gradient after dense ones; use sparse_as_dense"
                 )
+            elif self._movable[i] and _may_be_moved(slot, grad):
+                self._away.append((slot, grad))
             else:
                 views.append(slot.view)
                 grads.append(grad)
@@ -118,23 +137,38 @@ class Bucket:
 
     def deliver(self) -> None:
         """Waits for the exchange, if any, and makes its results the parameters' gradients."""
+        firsts: list[tuple[Slot, torch.Tensor]] = []
         if self.handle is not None and self.stale:
-            self.discard()
+            self._wait()
+            firsts = self._away
             self.launch()
         if self.handle is None:
             return
-        handle, self.handle = self.handle, None
-        handle.wait()
+        self._wait()
         if self.casts:
             with torch.no_grad():
                 self._cast_back()
             return
-        core.deliver(self._params, self._views)
+        core.deliver(self._params, self._notices)
+        for slot, grad in self._away:
+            slot.param.grad = grad
+        self._away = []
+        with torch.no_grad():
+            for slot, first in firsts:
+                slot.param.grad.add_(first)  # type: ignore[union-attr]
+
+    def _wait(self) -> None:
+        handle, self.handle = self.handle, None
+        try:
+            handle.wait()  # type: ignore[union-attr]
+        except BaseException:
+            self._away = []  # what they hold now is nobody's gradient
+            raise
 
     def discard(self) -> None:
-        """Waits for the exchange without using its results."""
-        handle, self.handle = self.handle, None
-        handle.wait()  # type: ignore[union-attr]
+        """Waits for the exchange without using its results; what it moved has gone with it."""
+        self._wait()
+        self._away = []
 
     def refuse(self, problem: str) -> None:
         """Raises a UsageError, here and on the ranks that launch this bucket next."""
@@ -154,6 +188,29 @@ class Bucket:
         Averaging an average changes nothing; summing a sum does.
         """
         return not self.averages and any(slot.param.grad is not None for slot in self.slots)
+
+
+def _owner_count(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+_ONE_OWNER = _owner_count(torch.empty(1))
+
+
+def _may_be_moved(slot: Slot, grad: torch.Tensor) -> bool:
+    """Whether its memory is laid out like the slot's, and is nobody else's.
+
+    Autograd may have made the gradient a view of a tensor that the rest of backward still reads;
+    and another optimizer may exchange the gradient, too.
+    """
+    return (
+        grad.dtype == slot.view.dtype
+        and grad.stride() == slot.view.stride()
+        and not grad.is_conj()
+        and not grad.is_neg()
+        and _owner_count(grad) == _ONE_OWNER
+        and claims[slot.param] == 1
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

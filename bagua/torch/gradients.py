@@ -4,14 +4,13 @@ A gradient's way: autograd finishes a parameter's gradient and calls its hook, t
 which counts and asks `_decide` only where there is something to decide; the last hook of a bucket
 launches the bucket's exchange while backward goes on; when backward ends, what is missing is
 launched too (a parameter without a gradient counts as zeros, so that ranks may differ in what they
-use), everything is waited for, and every `param.grad` is a view of its arena.
+use), everything is waited for, and every `param.grad` is what all ranks share.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -27,10 +26,12 @@ from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.objects import allgather_object, broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
-from bagua.torch.buckets import Bucket, Plan, Slot, dtype_name
+from bagua.torch.buckets import Bucket, Plan, Slot, claims, dtype_name
 from bagua.torch.loose import Loose
 
 _optimizer_numbers = itertools.count()
+# Who has begun to exchange in which backward pass.
+_in_backward: dict[int, list[weakref.ref[Gradients]]] = {}
 
 
 class Gradients:
@@ -58,8 +59,10 @@ class Gradients:
         self._process_set = process_set
         self._sparse_as_dense = sparse_as_dense
         # Ranks outside a process set have not made its optimizers: one rank does the counting.
-        number = broadcast_object(
-            next(_optimizer_numbers), process_set.ranks[0], process_set=process_set
+        number, self._overlaps = broadcast_object(
+            (next(_optimizer_numbers), world().overlaps(torch.get_num_threads())),
+            process_set.ranks[0],
+            process_set=process_set,
         )
         self._plan = Plan(
             f"optimizer.{number}",
@@ -73,8 +76,7 @@ class Gradients:
         self._loose = Loose(self._plan, compression)
         self._grouping = _Grouping(num_groups, groups)
         self._params: list[torch.Tensor] = []  # what refresh saw last
-        self._watched: list[torch.Tensor] = []  # those of them that have hooks
-        self._unwatched: list[torch.Tensor] = []  # and those that are frozen
+        self._required: list[bool] = []  # which of them require a gradient
         self._hooks: dict[torch.Tensor, Any] = {}
         self._slots: dict[torch.Tensor, Slot] = {}
         self._buckets: list[Bucket] = []
@@ -85,6 +87,8 @@ class Gradients:
         self._in_backward = False
         self._silent = False  # this pass only accumulates
         self._launched = 0  # buckets, in this pass
+        self._all_launched = False
+        self._task = -1  # the backward pass, as autograd counts them
         self._exchanged = False  # since the last step
         self._unshared = False  # local gradients that no exchange has seen
         self._agreed_on_sparse = False
@@ -92,8 +96,10 @@ class Gradients:
         self.refresh()
 
     def __del__(self) -> None:
-        for hook in getattr(self, "_hooks", {}).values():
+        for param, hook in getattr(self, "_hooks", {}).items():
             hook.remove()
+            if param in claims:  # it may be half collected
+                claims[param] -= 1
 
     # ---- called by autograd --------------------------------------------------------------------
 
@@ -114,8 +120,14 @@ class Gradients:
                     "was being exchanged in the same memory; use zero_grad(set_to_none=True) "
                     "or checkpoint(..., use_reentrant=False)"
                 )
+            if not bucket.averages and any(s.param.grad is s.view for s in bucket.slots):
+                raise UsageError(
+                    f"{slot.name} got a second contribution in one backward after the first was "
+                    "exchanged; with op=Sum use zero_grad(set_to_none=True) or "
+                    "checkpoint(..., use_reentrant=False)"
+                )
             bucket.stale = True  # a second contribution in one backward: launch once more
-        elif bucket.ready(slot.index):
+        elif bucket.ready(slot.index) and self._overlaps:
             self._launched += 1
             # Backward is about to end with the last one, and its end to wait and drive.
             last = self._launched == len(self._buckets)
@@ -131,12 +143,20 @@ class Gradients:
         self._unshared = True
         self._silent = self.paused or self._passes + 1 < self.passes_per_step
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._task = torch._C._current_graph_task_id()
+        _in_backward.setdefault(self._task, []).append(weakref.ref(self))
         if self._order is None and not self._silent:
             for bucket in self._buckets:
                 bucket.count_quietly()
 
     def _end_backward(self) -> None:
         self._in_backward = False
+        # Before anybody waits, everything that this pass has gradients for is launched: another
+        # rank may wait for any of it first.
+        for reference in _in_backward.pop(self._task, []):
+            other = reference()
+            if other is not None and other is not self and not other._silent:
+                other._launch_rest_or_leave_it()
         if self._silent:
             self._passes += not self.paused
             return
@@ -146,21 +166,18 @@ class Gradients:
 
     def _exchange(self) -> None:
         """Launches what is not under way, waits for everything, delivers."""
-        errors: list[BaguaError] = []
+        errors: list[BaseException] = []
         try:
-            self._find_sparse()
-            self._loose.launch()
-            for bucket in self._buckets:
-                if bucket.handle is None:
-                    bucket.launch(Urgency.WAITED)
-        except BaguaError as error:
+            self._launch_rest()
+        except BaseException as error:
             errors.append(error)
+            self._refuse_rest(f"{type(error).__name__} on this rank: {error}")
         # Whatever failed: nothing may still be in flight when the caller touches gradients again.
         parts: list[Any] = [*self._buckets, self._loose]
         for part in parts:
             try:
                 part.deliver()
-            except BaguaError as error:
+            except BaseException as error:
                 errors.append(error)
         self._reset()
         if errors:
@@ -168,11 +185,37 @@ class Gradients:
         self._exchanged = True
         self._unshared = False
 
+    def _launch_rest(self) -> None:
+        """Launches what is not under way; once."""
+        if self._all_launched:
+            return
+        self._all_launched = True
+        self._find_sparse()
+        self._loose.launch()
+        for bucket in self._buckets:
+            if bucket.handle is None:
+                bucket.launch(Urgency.WAITED)
+
+    def _launch_rest_or_leave_it(self) -> None:
+        """What goes wrong here does so again at our own end of this backward, and is told there."""
+        try:
+            self._launch_rest()
+        except BaguaError:
+            self._all_launched = False
+
+    def _refuse_rest(self, problem: str) -> None:
+        """Other ranks that wait for what was not launched hear why."""
+        for bucket in self._buckets:
+            if bucket.handle is None:
+                with contextlib.suppress(BaguaError):
+                    bucket.refuse(problem)
+
     def _reset(self) -> None:
         """Forgets what a pass has begun, also after an error in the middle of it."""
         self._in_backward = False
         self._passes = 0
         self._launched = 0
+        self._all_launched = False
         for bucket in self._buckets:
             bucket.handle, bucket.stale = None, False
 
@@ -205,11 +248,10 @@ class Gradients:
         What it launched is waited for; the rest is refused, so that other ranks that wait for it
         hear why.
         """
+        self._refuse_rest("backward raised an exception on this rank")
         for bucket in self._buckets:
-            with contextlib.suppress(BaguaError):
-                if bucket.handle is None:
-                    bucket.refuse("backward raised an exception on this rank")
-                else:
+            if bucket.handle is not None:
+                with contextlib.suppress(BaguaError):
                     bucket.discard()
         self._reset()
         self._exchanged = False
@@ -224,18 +266,16 @@ class Gradients:
 
     def refresh(self) -> None:
         """Notices parameters that were added, frozen or thawed since the last look."""
-        params = [p for group in self._optimizer.param_groups for p in group["params"]]
-        # Twice a step, so by identity: a tensor's hash takes longer than all the rest.
-        thawed = any(p.requires_grad for p in self._unwatched)
-        frozen = not all(p.requires_grad for p in self._watched)
-        if _same(params, self._params) and not thawed and not frozen:
+        lists = [group["params"] for group in self._optimizer.param_groups]
+        # Twice a step, and a model may have thousands.
+        if core.unchanged(lists, self._params, self._required):
             return
-        self._params = params
-        wanted = [p for p in params if p.requires_grad]
-        self._unwatched = [p for p in params if not p.requires_grad]
-        self._watched = wanted
+        self._params = [p for params in lists for p in params]
+        self._required = [p.requires_grad for p in self._params]
+        wanted = [p for p in self._params if p.requires_grad]
         for param in set(self._hooks).difference(wanted):
             self._hooks.pop(param).remove()
+            claims[param] -= 1
             slot = self._slots.pop(param)
             if param.grad is slot.view and not slot.view.any():
                 param.grad = None  # the zeros of an exchange; a frozen parameter is not stepped
@@ -253,6 +293,7 @@ class Gradients:
             if self._loose.wants_all:
                 self._loose.add(slot)
             self._hooks[slot.param] = slot.param.register_post_accumulate_grad_hook(slot.notice)
+            claims[slot.param] = claims.get(slot.param, 0) + 1
         self._check_agreement([known, added])
         self._rebuild([known, added])
         self._unshared = self._unshared or any(s.param.grad is not None for s in added)
@@ -338,10 +379,6 @@ def _weakly(gradients: Gradients) -> Any:
             self._decide(self._slots[param])
 
     return decide
-
-
-def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 class _Grouping:

@@ -8,9 +8,18 @@ import pytest
 import torch
 from torch import nn
 
+from bagua.common.world import world
+
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
 BATCH = 4
+
+
+@pytest.fixture(params=[True, False], ids=["during backward", "after backward"], autouse=True)
+def overlap(request, monkeypatch, hvd):
+    """When buckets leave, which otherwise depends on the machine."""
+    monkeypatch.setattr(world(), "overlaps", lambda busy_threads: request.param)
+    return request.param
 
 
 def mlp(seed: int = 0) -> nn.Module:
@@ -54,6 +63,77 @@ OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
 }
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_all_sizes(everyone, hvd, set_to_none):
+    """Some are copied back, some lie in an arena, some are exchanged where they are."""
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 40000), nn.Tanh(), nn.Linear(40000, 3))
+
+    model, oracle = make(), make()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9), backward_passes_per_step=2
+    )
+    reference = torch.optim.SGD(oracle.parameters(), lr=1e-4, momentum=0.9)
+    for number, (inputs, targets) in enumerate(batches(everyone, 6)):
+        loss_of(model, mine(everyone, inputs), mine(everyone, targets)).backward()
+        loss_of(oracle, inputs, targets).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            reference.step()
+            reference.zero_grad()
+    assert_close(model, oracle, 1e-4)
+    assert_same_everywhere(hvd, model)
+
+
+def test_large_gradients_that_share_memory(everyone, hvd):
+    """Autograd gives both parameters views of one tensor, which must not be exchanged twice."""
+    params = [nn.Parameter(torch.zeros(2, 100000)) for _ in range(2)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), op=hvd.Sum)
+    for _ in range(3):
+        optimizer.zero_grad()
+        total = params[0].view(-1) + params[1].view(-1)
+        (total * (everyone.me + 1)).sum().backward()
+        optimizer.step()
+    right = -3.0 * sum(range(1, everyone.size + 1))
+    for param in params:
+        assert torch.equal(param, torch.full_like(param, right))
+
+
+def test_two_optimizers_of_one_large_parameter(everyone, hvd):
+    param = nn.Parameter(torch.zeros(200000))
+    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0)) for _ in range(2)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            (param * (everyone.me + 1)).sum().backward()
+            optimizer.step()
+    mean = (everyone.size + 1) / 2
+    assert torch.allclose(param, torch.full_like(param, -6 * mean))
+
+
+def test_a_rank_that_needs_only_one_of_two_models(everyone, hvd):
+    """Whatever a backward pass reaches is launched before anything is waited for."""
+    torch.manual_seed(0)
+    encoder, decoder = nn.Linear(6, 6), nn.Linear(6, 3)
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for model in (encoder, decoder)
+    ]
+    for step in range(4):
+        hidden = encoder(torch.ones(2, 6))
+        # In the first step the ranks agree on orders, one optimizer after the other.
+        output = hidden if step > 0 and everyone.me == 0 else decoder(hidden)
+        output.square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_everywhere(hvd, encoder)
+    assert_same_everywhere(hvd, decoder)
 
 
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
@@ -826,23 +906,49 @@ def test_a_rank_that_joins_early(everyone, hvd, never):
     hvd.barrier()
 
 
-def test_a_late_contribution_to_memory_in_flight_is_refused(everyone, hvd):
-    """Autograd adds in place to zeroed gradients, behind the exchange's back."""
+def _contribute_twice(layer, rank):
+    """Both parts of one backward reach the layer, the second after the first was launched."""
     from torch.utils.checkpoint import checkpoint
 
-    def backward(layer):
-        rows = torch.ones(2, 6, requires_grad=True)
-        hidden = checkpoint(layer, rows, use_reentrant=True)
-        layer(hidden[:, :6]).square().mean().backward()
+    rows = torch.full((2, layer.in_features), 1.0 + rank, requires_grad=True)
+    hidden = checkpoint(layer, rows, use_reentrant=True)
+    layer(hidden).square().mean().backward()
 
-    model = mlp()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.1))
-    backward(model[0])
+
+def test_a_late_contribution_to_memory_in_flight_is_refused(everyone, hvd, overlap):
+    """Autograd adds in place to zeroed gradients, behind the exchange's back."""
+    if not overlap:
+        return  # then nothing is in flight
+    layer = torch.nn.Linear(60, 60)
+    hvd.broadcast_parameters(layer.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
+    _contribute_twice(layer, everyone.me)
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
     with pytest.raises(hvd.UsageError, match="second contribution"):
-        backward(model[0])
+        _contribute_twice(layer, everyone.me)
     optimizer.zero_grad()
-    backward(model[0])
+    _contribute_twice(layer, everyone.me)
     optimizer.step()
-    assert_same_everywhere(hvd, model)
+    assert_same_everywhere(hvd, layer)
+
+
+@pytest.mark.parametrize("width", [20, 400], ids=["copied back", "exchanged where it is"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_late_contribution_elsewhere_counts(everyone, hvd, width, set_to_none):
+    torch.manual_seed(0)
+    layer, oracle = torch.nn.Linear(width, width), torch.nn.Linear(width, width)
+    oracle.load_state_dict(layer.state_dict())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        _contribute_twice(layer, everyone.me)
+        optimizer.step()
+        reference.zero_grad()
+        for rank in range(everyone.size):
+            _contribute_twice(oracle, rank)
+        for param in oracle.parameters():
+            param.grad /= everyone.size
+        reference.step()
+    assert_close(layer, oracle)
