@@ -101,6 +101,12 @@ class Config:
     inline_drive: bool = _setting(
         True, "a thread that waits for a handle may drive the engine itself"
     )
+    helpers: float = _setting(
+        -1.0,
+        "threads that help with large reductions while a rank waits (-1 = up to 3, on spare cores)",
+        min=-1,
+        max=64,
+    )
     network_interfaces: str = _setting(
         "", "interfaces of the control connections, separated by commas (empty = any)"
     )

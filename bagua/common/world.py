@@ -38,6 +38,9 @@ def _key(_: str) -> int:
     return MPI.Comm.Create_keyval()
 
 
+_MOST_HELPERS = 3  # a few cores use up the bandwidth of the memory
+
+
 class World:
     """A running engine and what its ranks know of each other."""
 
@@ -83,6 +86,9 @@ class World:
         places = comm.allgather((os.getpid(), _usable_cores()))
         near = [cores for host, (_, cores) in zip(hosts, places) if host == hosts[self.rank]]
         self.core_count = _share(places[self.rank][1], near)
+        if settings["helpers"] < 0:
+            settings["helpers"] = min(max(self.core_count - 1, 0), _MOST_HELPERS)
+        settings["helpers"] = int(settings["helpers"])
         if self.core_count < 1:
             settings["spin_us"] = 0.0  # spinning would take the core a peer needs
         names = [f"host {host}, pid {pid}" for host, (pid, _) in zip(hosts, places)]

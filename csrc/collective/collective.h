@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "collective/pace.h"
+#include "common/crew.h"
 #include "common/types.h"
 #include "kernel/reduce.h"
 #include "kernel/stream.h"
@@ -67,6 +68,7 @@ struct Job {
   // with the exchange.
   std::function<void(int64_t begin, int64_t count)> prepare = {};
   std::function<void(int64_t begin, int64_t count)> arrived = {};
+  Crew* crew = nullptr;  // helps with large reductions, if set
 
   size_t item() const { return dtype_nbytes(dtype); }
   size_t nbytes() const { return static_cast<size_t>(count) * item(); }
@@ -77,10 +79,7 @@ struct Job {
   }
   // Reduces this many elements by the job's type and operation.
   void reduce(const Targets& targets, const void* const* srcs, int nsrcs, int64_t n,
-              Finish finish) const {
-    bagua::reduce(dtype, op, targets, srcs, nsrcs, n, finish);
-    group.touch(static_cast<size_t>((nsrcs + targets.count) * n) * item());
-  }
+              Finish finish) const;
 };
 
 struct Collective {

@@ -15,6 +15,7 @@ struct Config {
   double start_timeout_s = 60;
   double spin_us = 50;
   bool inline_drive = true;
+  int helpers = 0;                   // threads that reduce along while a caller waits
   bool shared_memory = true;         // where the system lets the ranks of a machine
   bool needs_shared_memory = false;  // and fail where it does not
   std::string network_interfaces;

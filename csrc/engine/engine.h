@@ -164,6 +164,7 @@ class Engine {
   double heard_s_ = 0;
   std::unique_ptr<Waiter> waiter_;
   std::unique_ptr<Scratch> scratch_;
+  std::unique_ptr<Crew> crew_;  // while a caller waits, this rank's other cores are idle
   std::map<int32_t, Set> sets_;
   int32_t next_set_ = 1;
   std::vector<Message> inbox_;

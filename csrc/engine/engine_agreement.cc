@@ -175,9 +175,10 @@ void Engine::run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed,
 void Engine::exchange(const Set& set, const std::vector<RequestPtr>& requests) {
   Group group(*transport_, *waiter_, set.ranks, set.me);
   run_special(*requests[0]);
-  run_exchange(requests, group, set.ranks,
-               {*scratch_, config_.allreduce, config_.fusion_nbytes,
-                [this](const Collective& row, const Job& job) { tell_choice(row, job); }});
+  run_exchange(
+      requests, group, set.ranks,
+      {*scratch_, config_.allreduce, config_.fusion_nbytes, caller_drives_ ? crew_.get() : nullptr,
+       [this](const Collective& row, const Job& job) { tell_choice(row, job); }});
   sent_nbytes_ += group.sent_nbytes();
   touched_nbytes_ += group.touched_nbytes();
   ++exchange_count_;

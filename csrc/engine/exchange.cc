@@ -27,6 +27,7 @@ void run(OpKind kind, Job& job, const Workbench& bench) {
   const bool named = kind == OpKind::kAllreduce;
   const Collective& row = choose_collective(kind, job, named ? bench.allreduce : "auto");
   bench.chosen(row, job);
+  job.crew = bench.crew;
   row.run(job);
 }
 

@@ -19,6 +19,7 @@ struct Workbench {
   Scratch& scratch;
   const std::string& allreduce;  // the collective the user wants, or "auto"
   int64_t fusion_nbytes;
+  Crew* crew;                                                 // null when the cores are the model's
   std::function<void(const Collective&, const Job&)> chosen;  // told before each collective runs
 };
 

@@ -34,6 +34,7 @@ Config config_from(const py::dict& d) {
   c.spin_us = d["spin_us"].cast<double>();
   c.shared_memory = d["transport"].cast<std::string>() != "mpi";
   c.needs_shared_memory = d["transport"].cast<std::string>() == "shm";
+  c.helpers = d["helpers"].cast<int>();
   c.inline_drive = d["inline_drive"].cast<bool>();
   c.network_interfaces = d["network_interfaces"].cast<std::string>();
   c.log_level = d["log_level"].cast<std::string>();

@@ -80,6 +80,29 @@ TEST_P(EverySize, CompletesForSeveralThreadsThatWait) {
   }
 }
 
+// Reductions large enough for helpers to join, in arenas and elsewhere.
+TEST_P(EverySize, HelpersReduceAlong) {
+  Config config = quiet_config();
+  config.helpers = 2;
+  LoopbackWorld world(GetParam(), config);
+  const int64_t count = (5 << 20) / 4 * GetParam() + 3;
+  world.run([&](int rank) {
+    std::vector<float> own(static_cast<size_t>(count));
+    const auto arena = world[rank].allocate(own.size() * sizeof(float));
+    auto* shared = reinterpret_cast<float*>(arena.get());
+    for (float* data : {own.data(), shared}) {
+      for (int64_t i = 0; i < count; ++i) data[i] = static_cast<float>(rank + i % 7);
+      RequestPtr request = request_of(OpKind::kAllreduce, "large");
+      request->description.add_tensor(DType::kF32, {count});
+      request->parts.push_back({reinterpret_cast<char*>(data), reinterpret_cast<char*>(data)});
+      call(world[rank], std::move(request));
+      for (int64_t i = 0; i < count; ++i)
+        ASSERT_EQ(data[i],
+                  static_cast<float>(GetParam() * (GetParam() - 1) / 2 + i % 7 * GetParam()));
+    }
+  });
+}
+
 TEST(Engine, IdleExchangesNothing) {
   LoopbackWorld world(3);
   world.run([&](int rank) { sum_of_ones(world[rank], "x"); });
