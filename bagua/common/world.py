@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from fractions import Fraction
 from typing import Any, Union
 
 from bagua.common import mpi
@@ -365,8 +366,11 @@ def _share(mine: frozenset[int], everyone: Sequence[frozenset[int]]) -> float:
 
     >>> _share(frozenset({0, 1}), [frozenset({0, 1}), frozenset({1})])
     1.5
+    >>> _share(frozenset(range(6)), [frozenset(range(6))] * 6)  # a hair less would mean no core
+    1.0
     """
-    return sum(1 / sum(core in cores for cores in everyone) for core in mine)
+    shares = (Fraction(1, sum(core in cores for cores in everyone)) for core in mine)
+    return float(sum(shares))
 
 
 def _warn_of_torchrun() -> None:
