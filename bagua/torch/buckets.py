@@ -191,10 +191,15 @@ class Bucket:
 
 
 def _owner_count(tensor: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    """Of its memory; 0, which is no tensor's, where this build of torch does not tell.
+
+    CPU builds once left this out.
+    """
+    use_count = getattr(torch._C, "_storage_Use_Count", None)
+    return int(use_count(tensor.untyped_storage()._cdata)) if use_count else 0
 
 
-_ONE_OWNER = _owner_count(torch.empty(1))
+_ONE_OWNER = _owner_count(torch.empty(1)) or -1
 
 
 def _may_be_moved(slot: Slot, grad: torch.Tensor) -> bool:

@@ -104,6 +104,19 @@ def test_large_gradients_that_share_memory(everyone, hvd):
         assert torch.equal(param, torch.full_like(param, right))
 
 
+def test_torch_that_does_not_count_owners(everyone, hvd, monkeypatch):
+    """Then large gradients are copied like others."""
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    param = nn.Parameter(torch.zeros(200000))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), op=hvd.Sum)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (param * (everyone.me + 1)).sum().backward()
+        optimizer.step()
+    right = -2.0 * sum(range(1, everyone.size + 1))
+    assert torch.equal(param, torch.full_like(param, right))
+
+
 def test_two_optimizers_of_one_large_parameter(everyone, hvd):
     param = nn.Parameter(torch.zeros(200000))
     optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0)) for _ in range(2)]
@@ -915,10 +928,9 @@ def _contribute_twice(layer, rank):
     layer(hidden).square().mean().backward()
 
 
+@pytest.mark.parametrize("overlap", [True], indirect=True)  # else nothing is in flight
 def test_a_late_contribution_to_memory_in_flight_is_refused(everyone, hvd, overlap):
     """Autograd adds in place to zeroed gradients, behind the exchange's back."""
-    if not overlap:
-        return  # then nothing is in flight
     layer = torch.nn.Linear(60, 60)
     hvd.broadcast_parameters(layer.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
