@@ -59,13 +59,13 @@ class Gradients:
         self._process_set = process_set
         self._sparse_as_dense = sparse_as_dense
         # Ranks outside a process set have not made its optimizers: one rank does the counting.
-        number, self._overlaps = broadcast_object(
+        self._number, self._overlaps = broadcast_object(
             (next(_optimizer_numbers), world().overlaps(torch.get_num_threads())),
             process_set.ranks[0],
             process_set=process_set,
         )
         self._plan = Plan(
-            f"optimizer.{number}",
+            f"optimizer.{self._number}",
             find(algorithm),
             op,
             scales,
@@ -88,6 +88,7 @@ class Gradients:
         self._silent = False  # this pass only accumulates
         self._launched = 0  # buckets, in this pass
         self._all_launched = False
+        self._launch_error: BaseException | None = None
         self._task = -1  # the backward pass, as autograd counts them
         self._exchanged = False  # since the last step
         self._unshared = False  # local gradients that no exchange has seen
@@ -152,11 +153,11 @@ class Gradients:
     def _end_backward(self) -> None:
         self._in_backward = False
         # Before anybody waits, everything that this pass has gradients for is launched: another
-        # rank may wait for any of it first.
-        for reference in _in_backward.pop(self._task, []):
-            other = reference()
-            if other is not None and other is not self and not other._silent:
-                other._launch_rest_or_leave_it()
+        # rank may wait for any of it first. In one order, since the first time may wait, too.
+        alive = [other for other in (ref() for ref in _in_backward.pop(self._task, [])) if other]
+        for other in sorted(alive, key=lambda gradients: gradients._number):
+            if not other._silent:
+                other._launch_rest()
         if self._silent:
             self._passes += not self.paused
             return
@@ -166,12 +167,8 @@ class Gradients:
 
     def _exchange(self) -> None:
         """Launches what is not under way, waits for everything, delivers."""
-        errors: list[BaseException] = []
-        try:
-            self._launch_rest()
-        except BaseException as error:
-            errors.append(error)
-            self._refuse_rest(f"{type(error).__name__} on this rank: {error}")
+        self._launch_rest()
+        errors = [] if self._launch_error is None else [self._launch_error]
         # Whatever failed: nothing may still be in flight when the caller touches gradients again.
         parts: list[Any] = [*self._buckets, self._loose]
         for part in parts:
@@ -186,22 +183,19 @@ class Gradients:
         self._unshared = False
 
     def _launch_rest(self) -> None:
-        """Launches what is not under way; once."""
+        """Launches what is not under way; once. What goes wrong is told by `_exchange`."""
         if self._all_launched:
             return
         self._all_launched = True
-        self._find_sparse()
-        self._loose.launch()
-        for bucket in self._buckets:
-            if bucket.handle is None:
-                bucket.launch(Urgency.WAITED)
-
-    def _launch_rest_or_leave_it(self) -> None:
-        """What goes wrong here does so again at our own end of this backward, and is told there."""
         try:
-            self._launch_rest()
-        except BaguaError:
-            self._all_launched = False
+            self._find_sparse()
+            self._loose.launch()
+            for bucket in self._buckets:
+                if bucket.handle is None:
+                    bucket.launch(Urgency.WAITED)
+        except BaseException as error:
+            self._launch_error = error
+            self._refuse_rest(f"{type(error).__name__} on this rank: {error}")
 
     def _refuse_rest(self, problem: str) -> None:
         """Other ranks that wait for what was not launched hear why."""
@@ -216,6 +210,7 @@ class Gradients:
         self._passes = 0
         self._launched = 0
         self._all_launched = False
+        self._launch_error = None
         for bucket in self._buckets:
             bucket.handle, bucket.stale = None, False
 
@@ -248,6 +243,7 @@ class Gradients:
         What it launched is waited for; the rest is refused, so that other ranks that wait for it
         hear why.
         """
+        _in_backward.pop(self._task, None)
         self._refuse_rest("backward raised an exception on this rank")
         for bucket in self._buckets:
             if bucket.handle is not None:
