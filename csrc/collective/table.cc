@@ -1,5 +1,3 @@
-#include <set>
-
 #include "collective/collective.h"
 #include "common/errors.h"
 
@@ -36,10 +34,8 @@ bool hierarchical_can(const Job& job) {
   return is_linear(job) && job.group.size() > 1 && (!whole || job.finish.identity());
 }
 bool hierarchical_fits(const Job& job) {
-  if (!hierarchical_can(job) || job.nbytes() < kHierarchicalNbytes) return false;
-  std::set<int> nodes;
-  for (int i = 0; i < job.group.size(); ++i) nodes.insert(job.group.node_of(i));
-  return nodes.size() > 1 && nodes.size() < static_cast<size_t>(job.group.size());
+  return hierarchical_can(job) && job.nbytes() >= kHierarchicalNbytes &&
+         job.group.on_shared_nodes();
 }
 bool gather_fits(const Job& job) {
   return is_linear(job) &&

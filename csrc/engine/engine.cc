@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <set>
 #include <utility>
 
 #include "common/clock.h"
@@ -81,10 +80,7 @@ std::shared_ptr<char> Engine::allocate(size_t nbytes) {
 
 // Nodes of several ranks each work in memory that all of the node see, while they send.
 bool Engine::exchanges_anywhere(int32_t set) {
-  const std::vector<int> ranks = ranks_of(set);
-  std::set<int> nodes;
-  for (const int rank : ranks) nodes.insert(transport_->node_of(rank));
-  return nodes.size() <= 1 || nodes.size() == ranks.size();
+  return !on_shared_nodes(*transport_, ranks_of(set));
 }
 
 std::vector<int> Engine::ranks_of(int32_t set) {

@@ -39,6 +39,7 @@ class Group {
     sent_nbytes_ += part.sent_nbytes_;
     touched_nbytes_ += part.touched_nbytes_;
   }
+  bool on_shared_nodes() const { return bagua::on_shared_nodes(transport_, ranks_); }
   // Equal for those that share memory.
   int node_of(int index) const { return transport_.node_of(ranks_[index]); }
   Group(const Group&) = delete;

@@ -5,6 +5,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <set>
+#include <vector>
 
 namespace bagua {
 
@@ -37,6 +39,13 @@ class Transport {
   // the memory of messages in flight will not be touched any more.
   virtual bool abort() = 0;
 };
+
+// Whether these ranks are on several nodes, one of which has several of them.
+inline bool on_shared_nodes(const Transport& transport, const std::vector<int>& ranks) {
+  std::set<int> nodes;
+  for (const int rank : ranks) nodes.insert(transport.node_of(rank));
+  return nodes.size() > 1 && nodes.size() < ranks.size();
+}
 
 // How a thread passes the time until a message is there: spin, yield, sleep. pause() throws when
 // waiting on has become pointless (a peer died, a deadline passed), so that no wait is for ever.
