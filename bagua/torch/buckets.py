@@ -19,8 +19,26 @@ from bagua.common.kinds import DTYPE_NUMBER, ReduceOp, Urgency
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
 
-# How many optimizers exchange the gradient of a parameter.
-claims: Any = WeakTensorKeyDictionary()
+
+class _Claims:
+    """How many optimizers exchange the gradient of a parameter."""
+
+    def __init__(self) -> None:
+        self._counts: Any = WeakTensorKeyDictionary()
+        self.contested = 0  # parameters of several
+
+    def add(self, param: torch.Tensor) -> None:
+        count = self._counts[param] = self._counts.get(param, 0) + 1
+        self.contested += count == 2
+
+    def drop(self, param: torch.Tensor) -> None:
+        count = self._counts.get(param)
+        if count:  # it may be half collected
+            self._counts[param] = count - 1
+            self.contested -= count == 2
+
+
+claims = _Claims()
 
 
 class Slot:
@@ -85,8 +103,10 @@ class Bucket:
         self._notices = [slot.notice for slot in self.slots]
         # Exchanges of several contributions add up to one of their sum only if they are linear.
         linear = op in (ReduceOp.Average, ReduceOp.Sum)
-        self._movable = self.arena.movable if linear else [False] * len(self.slots)
-        self._away: list[tuple[Slot, torch.Tensor]] = []  # gradients exchanged where they are
+        self._large = self.arena.large if linear else [False] * len(self.slots)
+        # Gradients that were taken from their parameters while they are exchanged.
+        self._away: list[tuple[Slot, torch.Tensor]] = []
+        self._left: list[int] | None = None  # by locate(): what cannot be exchanged where it is
 
     def _lay_out(self, dtype: torch.dtype) -> None:
         if memoryview(self.arena).nbytes == 0:
@@ -103,22 +123,19 @@ class Bucket:
         self.stale = False
         with torch.no_grad():
             self._gather()
-        if not self._away:
-            self.handle = self.arena.launch(urgency)
-            return
-        addresses = {slot.index: grad.data_ptr() for slot, grad in self._away}
-        self.handle = self.arena.launch(urgency, addresses, self._away)
+        self.handle = core.launch(self.arena, urgency, self._notices)
         for slot, _ in self._away:
             slot.param.grad = None  # what backward adds from now on must not land there
 
     def _gather(self) -> None:
         """Brings gradients that are elsewhere into the arena; none means zeros.
 
-        All but large ones: to exchange them where they are costs less.
+        All but those that are to be exchanged where they are, and large ones: that costs less.
         """
         views, grads = [], []
         self._away = []
-        for i in core.gather(self._params, self._notices):
+        left, self._left = self._left, None
+        for i in core.gather(self._params, self._notices) if left is None else left:
             slot = self.slots[i]
             grad = slot.param.grad
             if grad is None or (grad.is_sparse and slot.may_be_sparse):
@@ -127,7 +144,8 @@ class Bucket:
                 raise UsageError(
                     f"{slot.name} got a sparse gradient after dense ones; use sparse_as_dense"
                 )
-            elif self._movable[i] and _may_be_moved(slot, grad):
+            elif self._large[i] and _may_be_moved(slot, grad):
+                slot.notice.lend(grad, grad.data_ptr())
                 self._away.append((slot, grad))
             else:
                 views.append(slot.view)
@@ -150,8 +168,6 @@ class Bucket:
                 self._cast_back()
             return
         core.deliver(self._params, self._notices)
-        for slot, grad in self._away:
-            slot.param.grad = grad
         self._away = []
         with torch.no_grad():
             for slot, first in firsts:
@@ -190,6 +206,19 @@ class Bucket:
         return not self.averages and any(slot.param.grad is not None for slot in self.slots)
 
 
+def locate(buckets: Sequence[Bucket]) -> None:
+    """Lets buckets that are launched next exchange gradients where they are.
+
+    To be called when backward is over, so that nobody writes there until they are delivered.
+    """
+    for bucket in buckets:
+        if bucket.arena.movable and not claims.contested:
+            bucket._left = core.locate(bucket._params, bucket._notices)
+    if not core.apart([bucket._notices for bucket in buckets]):
+        for bucket in buckets:
+            bucket._left = None
+
+
 def _owner_count(tensor: torch.Tensor) -> int:
     """Of its memory; 0, which is no tensor's, where this build of torch does not tell.
 
@@ -214,7 +243,7 @@ def _may_be_moved(slot: Slot, grad: torch.Tensor) -> bool:
         and not grad.is_conj()
         and not grad.is_neg()
         and _owner_count(grad) == _ONE_OWNER
-        and claims[slot.param] == 1
+        and not claims.contested
     )
 
 

@@ -26,7 +26,7 @@ from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.objects import allgather_object, broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
-from bagua.torch.buckets import Bucket, Plan, Slot, claims, dtype_name
+from bagua.torch.buckets import Bucket, Plan, Slot, claims, dtype_name, locate
 from bagua.torch.loose import Loose
 
 _optimizer_numbers = itertools.count()
@@ -99,8 +99,7 @@ class Gradients:
     def __del__(self) -> None:
         for param, hook in getattr(self, "_hooks", {}).items():
             hook.remove()
-            if param in claims:  # it may be half collected
-                claims[param] -= 1
+            claims.drop(param)
 
     # ---- called by autograd --------------------------------------------------------------------
 
@@ -157,7 +156,7 @@ class Gradients:
         alive = [other for other in (ref() for ref in _in_backward.pop(self._task, [])) if other]
         for other in sorted(alive, key=lambda gradients: gradients._number):
             if not other._silent:
-                other._launch_rest()
+                other._launch_rest(alone=len(alive) == 1)
         if self._silent:
             self._passes += not self.paused
             return
@@ -182,17 +181,22 @@ class Gradients:
         self._exchanged = True
         self._unshared = False
 
-    def _launch_rest(self) -> None:
-        """Launches what is not under way; once. What goes wrong is told by `_exchange`."""
+    def _launch_rest(self, alone: bool = True) -> None:
+        """Launches what is not under way; once. What goes wrong is told by `_exchange`.
+
+        `alone`: no other gradients are under way meanwhile, which may share memory with these.
+        """
         if self._all_launched:
             return
         self._all_launched = True
         try:
             self._find_sparse()
             self._loose.launch()
-            for bucket in self._buckets:
-                if bucket.handle is None:
-                    bucket.launch(Urgency.WAITED)
+            rest = [bucket for bucket in self._buckets if bucket.handle is None]
+            if alone and len(rest) == len(self._buckets):
+                locate(rest)
+            for bucket in rest:
+                bucket.launch(Urgency.WAITED)
         except BaseException as error:
             self._launch_error = error
             self._refuse_rest(f"{type(error).__name__} on this rank: {error}")
@@ -271,7 +275,7 @@ class Gradients:
         wanted = [p for p in self._params if p.requires_grad]
         for param in set(self._hooks).difference(wanted):
             self._hooks.pop(param).remove()
-            claims[param] -= 1
+            claims.drop(param)
             slot = self._slots.pop(param)
             if param.grad is slot.view and not slot.view.any():
                 param.grad = None  # the zeros of an exchange; a frozen parameter is not stepped
@@ -289,7 +293,7 @@ class Gradients:
             if self._loose.wants_all:
                 self._loose.add(slot)
             self._hooks[slot.param] = slot.param.register_post_accumulate_grad_hook(slot.notice)
-            claims[slot.param] = claims.get(slot.param, 0) + 1
+            claims.add(slot.param)
         self._check_agreement([known, added])
         self._rebuild([known, added])
         self._unshared = self._unshared or any(s.param.grad is not None for s in added)

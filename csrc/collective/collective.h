@@ -68,6 +68,9 @@ struct Job {
   // with the exchange.
   std::function<void(int64_t begin, int64_t count)> prepare = {};
   std::function<void(int64_t begin, int64_t count)> arrived = {};
+  // An allreduce whose data is null: where its elements are instead, in order. What lies between
+  // them does not matter.
+  std::vector<Fragment> fragments = {};
   Crew* crew = nullptr;  // helps with large reductions, if set
 
   size_t item() const { return dtype_nbytes(dtype); }
@@ -89,6 +92,7 @@ struct Collective {
   bool (*can)(const Job&);   // whether it can do this job at all
   void (*run)(Job&);
   bool pipelined = false;  // calls a job's prepare and arrived
+  bool scattered = false;  // takes fragments
 };
 
 const std::vector<Collective>& collectives();

@@ -1,7 +1,8 @@
 // Allreduce over the memory of one node: rank i reduces slice i of everyone and writes it to
 // everyone. No message; where all tensors are in arenas, no copy either.
 //   in arenas   every byte is read once and written once, as in a memcpy. Steps: 2.
-//   elsewhere   what others need goes through the stages, which stay in cache.
+//   elsewhere   what others need goes through the stages, which stay in cache; it may be in
+//               fragments.
 //   small       everyone reads everyone's stage and reduces all of it. Steps: 1.
 #include <algorithm>
 
@@ -27,14 +28,40 @@ Slice lines_of(const Job& job, int i) {
   return {begin, std::min((lines.begin + lines.count) * per_line, job.count) - begin};
 }
 
+// Calls f(at, count, in, out) for every run of elements in [begin, begin + count) that is in one
+// place.
+template <class F>
+void for_runs(const Job& job, const Slice& slice, F&& f) {
+  const auto item = static_cast<int64_t>(job.item());
+  const int64_t end = slice.begin + slice.count;
+  if (job.fragments.empty()) {
+    char* data = job.data + slice.begin * item;
+    return f(slice.begin, slice.count, data, data);
+  }
+  auto fragment = std::upper_bound(
+      job.fragments.begin(), job.fragments.end(), slice.begin,
+      [](int64_t at, const Fragment& candidate) { return at < candidate.begin + candidate.count; });
+  for (; fragment != job.fragments.end() && fragment->begin < end; ++fragment) {
+    const int64_t skipped = std::max<int64_t>(slice.begin - fragment->begin, 0);
+    const int64_t at = fragment->begin + skipped;
+    f(at, std::min(fragment->begin + fragment->count, end) - at, fragment->in + skipped * item,
+      fragment->out + skipped * item);
+  }
+}
+
 void small(Job& job) {
   Group& group = job.group;
   Stage stage(job, kSmallNbytes);
-  group.copy(stage.mine(), job.data, job.nbytes());
+  const auto item = static_cast<int64_t>(job.item());
+  for_runs(job, {0, job.count}, [&](int64_t at, int64_t count, const char* in, char*) {
+    group.copy(stage.mine() + at * item, in, static_cast<size_t>(count * item));
+  });
   stage.first_step();
-  std::vector<const void*> srcs;
-  for (int i = 0; i < group.size(); ++i) srcs.push_back(stage.of(i));
-  job.reduce(job.data, srcs.data(), group.size(), job.count, job.finish);
+  std::vector<const void*> srcs(static_cast<size_t>(group.size()));
+  for_runs(job, {0, job.count}, [&](int64_t at, int64_t count, const char*, char* out) {
+    for (int i = 0; i < group.size(); ++i) srcs[static_cast<size_t>(i)] = stage.of(i) + at * item;
+    job.reduce(out, srcs.data(), group.size(), count, job.finish);
+  });
   stage.leave();
 }
 
@@ -76,14 +103,15 @@ void staged(Job& job) {
     for (int i = 0; i < n; ++i) {
       const Slice theirs = piece_of(i, round);
       if (i == me) continue;
-      char* to = stage.mine() + i * piece * item;
-      const char* from = job.data + theirs.begin * item;
-      const auto nbytes = static_cast<size_t>(theirs.count * item);
-      if (stream) {
-        job.stream(to, from, nbytes);
-      } else {
-        group.copy(to, from, nbytes);
-      }
+      char* place = stage.mine() + (i * piece - theirs.begin) * item;
+      for_runs(job, theirs, [&](int64_t at, int64_t count, const char* in, char*) {
+        const auto nbytes = static_cast<size_t>(count * item);
+        if (stream) {
+          job.stream(place + at * item, in, nbytes);
+        } else {
+          group.copy(place + at * item, in, nbytes);
+        }
+      });
     }
     if (stream) stream_fence();
     if (round == 0) {
@@ -94,18 +122,21 @@ void staged(Job& job) {
       stage.step();
     }
     const Slice mine = piece_of(me, round);
-    char* own = job.data + mine.begin * item;
-    for (int i = 0; i < n; ++i)
-      srcs[static_cast<size_t>(i)] = i == me ? own : stage.of(i) + me * piece * item;
-    void* targets[] = {own, stage.mine() + me * piece * item};
-    job.reduce({targets, 2, stream}, srcs.data(), n, mine.count, job.finish);
+    for_runs(job, mine, [&](int64_t at, int64_t count, const char* in, char* out) {
+      const int64_t place = (me * piece + at - mine.begin) * item;
+      for (int i = 0; i < n; ++i) srcs[static_cast<size_t>(i)] = i == me ? in : stage.of(i) + place;
+      void* targets[] = {out, stage.mine() + place};
+      job.reduce({targets, 2, stream}, srcs.data(), n, count, job.finish);
+    });
     if (stream) stream_fence();
     stage.step();
     for (int i = 0; i < n; ++i) {
       const Slice theirs = piece_of(i, round);
-      if (i != me)
-        group.copy(job.data + theirs.begin * item, stage.of(i) + i * piece * item,
-                   static_cast<size_t>(theirs.count * item));
+      if (i == me) continue;
+      const char* place = stage.of(i) + (i * piece - theirs.begin) * item;
+      for_runs(job, theirs, [&](int64_t at, int64_t count, const char*, char* out) {
+        group.copy(out, place + at * item, static_cast<size_t>(count * item));
+      });
     }
   }
   pace.took(stream, (now_s() - began_s) / static_cast<double>(job.nbytes()));
@@ -119,7 +150,7 @@ void shared(Job& job) {
   const int n = group.size();
   if (job.nbytes() * static_cast<size_t>(n) <= kSmallNbytes) return small(job);
   group.settle();
-  const Place mine = group.node()->arenas()->find(job.data, job.nbytes());
+  const Place mine = job.data ? group.node()->arenas()->find(job.data, job.nbytes()) : Place();
   auto notes = group.step({mine, 0});
   notes[static_cast<size_t>(group.me())].place = mine;
   const bool everywhere = std::none_of(notes.begin(), notes.end(),

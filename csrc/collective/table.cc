@@ -47,7 +47,7 @@ bool gather_fits(const Job& job) {
 const std::vector<Collective>& collectives() {
   static const std::vector<Collective> table = {
       {"adasum", OpKind::kAllreduce, is_adasum, is_adasum, adasum},
-      {"shared", OpKind::kAllreduce, linear_on_one_node, linear_on_one_node, shared},
+      {"shared", OpKind::kAllreduce, linear_on_one_node, linear_on_one_node, shared, false, true},
       {"hierarchical", OpKind::kAllreduce, hierarchical_fits, hierarchical_can, hierarchical},
       {"gather_reduce", OpKind::kAllreduce, gather_fits, is_linear, gather_reduce},
       {"ring", OpKind::kAllreduce, ring_fits, ring_can, ring},

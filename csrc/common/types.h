@@ -122,4 +122,13 @@ constexpr Slice slice_of(int64_t total, int parts, int index) {
   return {base * index + extra, base + (index < rest ? 1 : 0)};
 }
 
+// Elements [begin, begin + count) of a stretch that is not in one place: where they are and where
+// their results go, which may be the same.
+struct Fragment {
+  int64_t begin;
+  int64_t count;
+  const char* in;
+  char* out;
+};
+
 }  // namespace bagua

@@ -13,43 +13,44 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
       dtype_(dtype),
       set_(set),
       description_(std::move(exchange)),
+      counts_(slot_counts),
       is_ready_(slot_counts.size()),
       left_(slot_counts.size()) {
   description_.priority = priority;
   const auto item = static_cast<int64_t>(dtype_nbytes(dtype));
   const bool adasum = description_.op == ReduceOp::kAdasum;  // weighs every tensor by itself
-  const bool move = !adasum && engine_->exchanges_anywhere(set);
-  std::vector<int> together, alone;
-  for (size_t i = 0; i < slot_counts.size(); ++i) {
-    const bool large = move && slot_counts[i] * item >= kLoneNbytes;
-    (adasum || large ? alone : together).push_back(static_cast<int>(i));
+  movable_ = !adasum && engine_->exchanges_anywhere(set);
+  std::vector<int> alone;
+  for (size_t i = 0; i < counts_.size(); ++i) {
+    const bool large = movable_ && counts_[i] * item >= kLoneNbytes;
+    (adasum || large ? alone : together_).push_back(static_cast<int>(i));
   }
   begins_.resize(slot_counts.size());
   part_of_.assign(slot_counts.size(), -1);
-  const int64_t shared = add_slots(together, slot_counts);
-  add_slots(alone, slot_counts);
+  const int64_t shared = add_slots(together_);
+  add_slots(alone);
   arena_ = engine_->allocate(static_cast<size_t>(nbytes()));
   if (shared > 0 || alone.empty()) add_part(0, shared);
   for (const int slot : alone) {
-    if (move) part_of_[static_cast<size_t>(slot)] = static_cast<int>(parts_.size());
-    add_part(begins_[static_cast<size_t>(slot)], slot_counts[static_cast<size_t>(slot)]);
+    if (movable_) part_of_[static_cast<size_t>(slot)] = static_cast<int>(parts_.size());
+    add_part(begins_[static_cast<size_t>(slot)], counts_[static_cast<size_t>(slot)]);
   }
 }
 
 // Gives these slots places behind those there are; returns the end of the last.
-int64_t Bucket::add_slots(const std::vector<int>& slots, const std::vector<int64_t>& counts) {
+int64_t Bucket::add_slots(const std::vector<int>& slots) {
   const auto line = static_cast<int64_t>(kLineNbytes / dtype_nbytes(dtype_));
   for (const int slot : slots) {
     begins_[static_cast<size_t>(slot)] = count_;
-    count_ += (counts[static_cast<size_t>(slot)] + line - 1) / line * line;
+    count_ += (counts_[static_cast<size_t>(slot)] + line - 1) / line * line;
   }
   return count_;
 }
 
-std::vector<bool> Bucket::movable() const {
-  std::vector<bool> movable;
-  for (const int part : part_of_) movable.push_back(part >= 0);
-  return movable;
+std::vector<bool> Bucket::large() const {
+  std::vector<bool> large;
+  for (const int part : part_of_) large.push_back(part >= 0);
+  return large;
 }
 
 void Bucket::add_part(int64_t begin, int64_t count) {
@@ -78,16 +79,35 @@ bool Bucket::ready_but_not_last(int slot) {
 
 HandlePtr Bucket::launch(Engine::Urgency urgency, const std::vector<Place>& places,
                          std::shared_ptr<void> keepalive) {
+  if (!movable_ && !places.empty()) throw InternalError("this bucket must be in its arena");
   auto request = start_over();
+  bool scattered = false;
   for (const Place& place : places) {
     const int part = part_of_.at(static_cast<size_t>(place.slot));
-    if (part < 0) throw InternalError("this slot of a bucket cannot be elsewhere");
-    request->parts[static_cast<size_t>(part)] = {place.data, place.data};
+    if (part >= 0) request->parts[static_cast<size_t>(part)] = {place.data, place.data};
+    scattered = scattered || part < 0;
   }
+  if (scattered) request->fragments = fragments_of(places);
   if (keepalive)
     request->keepalive = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(
         arena_, std::move(keepalive));
   return engine_->submit(std::move(request), urgency);
+}
+
+// Where the slots are that share a part.
+std::vector<Fragment> Bucket::fragments_of(const std::vector<Place>& places) const {
+  const auto item = static_cast<int64_t>(dtype_nbytes(dtype_));
+  std::vector<Fragment> fragments;
+  fragments.reserve(together_.size());
+  auto place = places.begin();
+  for (const int slot : together_) {
+    const auto at = static_cast<size_t>(slot);
+    while (place != places.end() && place->slot < slot) ++place;
+    const bool elsewhere = place != places.end() && place->slot == slot;
+    char* data = elsewhere ? place->data : arena_.get() + begins_[at] * item;
+    if (counts_[at] > 0) fragments.push_back({begins_[at], counts_[at], data, data});
+  }
+  return fragments;
 }
 
 void Bucket::refuse(const std::string& problem) {

@@ -1,5 +1,5 @@
 // Many tensors that are exchanged together, in place, each time all of them are ready. Each has a
-// slot in one arena; a large one may also be exchanged where it is.
+// slot in one arena, and may also be exchanged where it is.
 #pragma once
 
 #include <atomic>
@@ -25,8 +25,10 @@ class Bucket {
   DType dtype() const { return dtype_; }
   // Where each slot begins, in elements; every slot starts on a cache line.
   const std::vector<int64_t>& begins() const { return begins_; }
-  // Slots that may be exchanged elsewhere, because copying them would cost more than it saves.
-  std::vector<bool> movable() const;
+  // Whether slots may be exchanged elsewhere without being copied.
+  bool movable() const { return movable_; }
+  // Slots that then travel by themselves: copying one into the arena would cost more than it saves.
+  std::vector<bool> large() const;
 
   // The slot's values are there; saying so again changes nothing. True for the call that makes the
   // last slot ready: then the values must be in the arena and launch() is due. Any thread.
@@ -38,8 +40,8 @@ class Bucket {
   bool ready_but_not_last(int slot);
   // Slots not ready since the last launch.
   std::vector<int> missing() const;
-  // Starts the exchange and counts anew. Some movable slots may be at other places this time, which
-  // `keepalive` owns.
+  // Starts the exchange and counts anew. Some slots may be at other places this time, which
+  // `keepalive` owns; in ascending order.
   struct Place {
     int slot;
     char* data;
@@ -51,7 +53,8 @@ class Bucket {
 
  private:
   RequestPtr start_over();
-  int64_t add_slots(const std::vector<int>& slots, const std::vector<int64_t>& counts);
+  int64_t add_slots(const std::vector<int>& slots);
+  std::vector<Fragment> fragments_of(const std::vector<Place>& places) const;
   void add_part(int64_t begin, int64_t count);
 
   const std::shared_ptr<Engine> engine_;
@@ -63,7 +66,10 @@ class Bucket {
   std::shared_ptr<char> arena_;
   Description description_;
   std::vector<Part> parts_;
-  std::vector<int> part_of_;  // by slot; -1 for one that shares a part with others
+  bool movable_;
+  std::vector<int> part_of_;   // by slot; -1 for one that shares a part with others
+  std::vector<int> together_;  // those
+  std::vector<int64_t> counts_;
 
   std::atomic<bool> quiet_{false};
   mutable std::mutex mutex_;

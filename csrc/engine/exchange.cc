@@ -14,6 +14,7 @@ struct Tensor {
   const char* in;
   char* out;
   int64_t count;
+  const std::vector<Fragment>* fragments;  // null if it is in one place
   size_t nbytes() const { return static_cast<size_t>(count) * dtype_nbytes(dtype); }
 };
 
@@ -28,7 +29,21 @@ void run(OpKind kind, Job& job, const Workbench& bench) {
   const Collective& row = choose_collective(kind, job, named ? bench.allreduce : "auto");
   bench.chosen(row, job);
   job.crew = bench.crew;
+  if (job.fragments.empty() || row.scattered) return row.run(job);
+  const auto item = static_cast<int64_t>(job.item());
+  job.data = bench.scratch.get(Scratch::kFusion, job.nbytes());
+  int64_t end = 0;
+  for (const Fragment& f : job.fragments) {
+    std::memset(job.data + end * item, 0, static_cast<size_t>((f.begin - end) * item));
+    job.group.copy(job.data + f.begin * item, f.in, static_cast<size_t>(f.count * item));
+    end = f.begin + f.count;
+  }
+  std::memset(job.data + end * item, 0, static_cast<size_t>((job.count - end) * item));
+  const std::vector<Fragment> fragments = std::move(job.fragments);
+  job.fragments.clear();
   row.run(job);
+  for (const Fragment& f : fragments)
+    job.group.copy(f.out, job.data + f.begin * item, static_cast<size_t>(f.count * item));
 }
 
 // Non-empty tensors of all requests, element types together, otherwise in order.
@@ -36,9 +51,11 @@ std::vector<Tensor> tensors_by_dtype(const std::vector<RequestPtr>& requests) {
   std::vector<Tensor> tensors;
   for (const RequestPtr& request : requests) {
     const Part* part = request->parts.data();
+    const auto* fragments = request->fragments.empty() ? nullptr : &request->fragments;
     for_each_tensor(request->description, [&](DType dtype, const int64_t* dims, size_t ndim) {
       const int64_t count = count_of(dims, ndim);
-      if (count > 0) tensors.push_back({dtype, part->in, part->out, count});
+      if (count > 0) tensors.push_back({dtype, part->in, part->out, count, fragments});
+      fragments = nullptr;
       ++part;
     });
   }
@@ -48,36 +65,41 @@ std::vector<Tensor> tensors_by_dtype(const std::vector<RequestPtr>& requests) {
   return tensors;
 }
 
-// Calls run(data, dtype, count) on contiguous stretches that hold the tensors' inputs, in place
-// where one tensor is a stretch by itself, and leaves the results in their outputs.
+// Calls run(job) on jobs whose data is one tensor, or fragments that hold several.
 void on_stretches(const std::vector<Tensor>& tensors, Group& group, const Workbench& bench,
-                  bool fuse, const std::function<void(char*, DType, int64_t)>& run) {
+                  bool fuse, const std::function<void(Job&)>& run) {
   for (size_t begin = 0; begin < tensors.size();) {
-    const DType dtype = tensors[begin].dtype;
+    Job job{group, bench.scratch, tensors[begin].dtype};
     size_t end = begin;
-    int64_t count = 0;
-    size_t nbytes = 0;
     do {
-      count += tensors[end].count;
-      nbytes += tensors[end].nbytes();
-      ++end;
-    } while (fuse && end < tensors.size() && tensors[end].dtype == dtype && !lone(tensors[begin]) &&
-             !lone(tensors[end]) &&
-             nbytes + tensors[end].nbytes() <= static_cast<size_t>(bench.fusion_nbytes));
-    if (end == begin + 1) {
-      group.copy(tensors[begin].out, tensors[begin].in, nbytes);
-      run(tensors[begin].out, dtype, count);
-    } else {
-      char* fused = bench.scratch.get(Scratch::kFusion, nbytes);
-      char* at = fused;
-      for (size_t i = begin; i < end; at += tensors[i++].nbytes())
-        group.copy(at, tensors[i].in, tensors[i].nbytes());
-      run(fused, dtype, count);
-      at = fused;
-      for (size_t i = begin; i < end; at += tensors[i++].nbytes())
-        group.copy(tensors[i].out, at, tensors[i].nbytes());
+      const Tensor& t = tensors[end++];
+      if (t.fragments) {
+        for (const Fragment& f : *t.fragments)
+          job.fragments.push_back({job.count + f.begin, f.count, f.in, f.out});
+      } else {
+        job.fragments.push_back({job.count, t.count, t.in, t.out});
+      }
+      job.count += t.count;
+    } while (fuse && end < tensors.size() && tensors[end].dtype == job.dtype &&
+             !lone(tensors[begin]) && !lone(tensors[end]) &&
+             job.nbytes() + tensors[end].nbytes() <= static_cast<size_t>(bench.fusion_nbytes));
+    if (end == begin + 1 && !tensors[begin].fragments) {
+      job.fragments.clear();
+      job.data = tensors[begin].out;
+      group.copy(job.data, tensors[begin].in, job.nbytes());
     }
+    run(job);
     begin = end;
+  }
+}
+
+// Scales everything, in the place where the results go.
+void scale_all(Job& job, double factor) {
+  if (job.data) return scale(job.dtype, job.data, job.count, factor);
+  for (Fragment& f : job.fragments) {
+    job.group.copy(f.out, f.in, static_cast<size_t>(f.count) * job.item());
+    scale(job.dtype, f.out, f.count, factor);
+    f.in = f.out;
   }
 }
 
@@ -96,15 +118,13 @@ void exchange_allreduce(const std::vector<RequestPtr>& requests, Group& group,
   const Description& d = requests[0]->description;
   const Finish finish = finish_of(d, group.size());
   const bool fuse = d.op != ReduceOp::kAdasum;
-  on_stretches(tensors_by_dtype(requests), group, bench, fuse,
-               [&](char* data, DType dtype, int64_t count) {
-                 Job job{group, bench.scratch, dtype, d.op, finish};
-                 job.data = data;
-                 job.count = count;
-                 if (!is_linear(d.op)) scale(dtype, data, count, d.prescale);
-                 if (group.size() == 1) return scale(dtype, data, count, finish.factor);
-                 run(OpKind::kAllreduce, job, bench);
-               });
+  on_stretches(tensors_by_dtype(requests), group, bench, fuse, [&](Job& job) {
+    job.op = d.op;
+    job.finish = finish;
+    if (!is_linear(d.op)) scale_all(job, d.prescale);
+    if (group.size() == 1) return scale_all(job, finish.factor);
+    run(OpKind::kAllreduce, job, bench);
+  });
 }
 
 void exchange_broadcast(const std::vector<RequestPtr>& requests, Group& group,
@@ -115,10 +135,7 @@ void exchange_broadcast(const std::vector<RequestPtr>& requests, Group& group,
     // Only the root's input matters; the others' must not be copied over their outputs in vain.
     if (group.me() != root)
       for (Tensor& t : tensors) t.in = t.out;
-    on_stretches(tensors, group, bench, true, [&](char* data, DType dtype, int64_t count) {
-      Job job{group, bench.scratch, dtype};
-      job.data = data;
-      job.count = count;
+    on_stretches(tensors, group, bench, true, [&](Job& job) {
       job.root = root;
       run(OpKind::kBroadcast, job, bench);
     });

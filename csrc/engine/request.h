@@ -108,6 +108,7 @@ struct Request {
   int32_t set = 0;
   Description description;
   std::vector<Part> parts;
+  std::vector<Fragment> fragments;  // where the first part is, if not in one place
   std::vector<int64_t> rows;        // allgather, alltoall: this rank's, of each tensor
   std::vector<int64_t> splits;      // alltoall: rows for each rank
   std::string refusal;              // not empty: this rank cannot take part, and why

@@ -167,19 +167,5 @@ PYBIND11_MODULE(_core, m) {
       .def("refuse", &Bucket::refuse)
       .def("count_quietly", &Bucket::count_quietly)
       .def_property_readonly("movable", &Bucket::movable)
-      // launch(urgency, {slot: address}, owner of what is there)
-      .def(
-          "launch",
-          [](const std::shared_ptr<Bucket>& b, int urgency,
-             const std::map<int, uintptr_t>& addresses, const py::object& owner) {
-            std::vector<Bucket::Place> places;
-            for (const auto& [slot, address] : addresses)
-              places.push_back({slot, reinterpret_cast<char*>(address)});
-            auto handle = b->launch(static_cast<Engine::Urgency>(urgency), places,
-                                    places.empty() ? nullptr : keep(owner.ptr()));
-            return py::reinterpret_steal<py::object>(
-                make_handle(b->engine(), std::move(handle), Py_None));
-          },
-          py::arg("urgency"), py::arg("addresses") = std::map<int, uintptr_t>(),
-          py::arg("owner") = py::none());
+      .def_property_readonly("large", &Bucket::large);
 }

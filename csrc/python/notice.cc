@@ -7,8 +7,10 @@
 #include <cstring>
 #include <new>
 #include <utility>
+#include <vector>
 
 #include "engine/bucket.h"
+#include "python/handle.h"
 #include "python/plain.h"
 
 namespace bagua {
@@ -16,9 +18,6 @@ namespace {
 
 // Larger gradients are left to torch, which copies with all its threads and without the GIL.
 constexpr int64_t kSmallNbytes = 256 << 10;
-// Up to this size copying a result back into the gradient costs less than putting the view in its
-// place and freeing it.
-constexpr int64_t kTinyNbytes = 8 << 10;
 
 struct Notice {
   PyObject_HEAD;
@@ -27,8 +26,8 @@ struct Notice {
   int slot;
   PyObject* view;  // the slot's place in the arena, as a tensor
   Plain place;     // the same; no data if it cannot be written from here
-  PyObject* grad;  // where the result is wanted back, from gather() to deliver(), or null
-  void* grad_data;
+  PyObject* grad;  // what is exchanged where it is, until deliver(); or null
+  char* data;      // its memory
 };
 
 PyTypeObject* notice_type;
@@ -51,31 +50,43 @@ PyObject* grad_of(PyObject* param) {
   return grad;
 }
 
+void lend(Notice& notice, PyObject* grad, char* data) {
+  Py_XSETREF(notice.grad, new_ref(grad));
+  notice.data = data;
+}
+
+// Whether the gradient is in the arena already, or read, in memory like the slot's.
+bool read_grad(const Notice& notice, PyObject* grad, Plain& source) {
+  return grad == notice.view ||
+         (notice.place.data && read_plain(grad, source) && alike(source, notice.place));
+}
+
 // Copies the gradient into the arena if it is not there yet. False: that is left to the caller.
 bool bring(Notice& notice, PyObject* grad) {
-  Py_CLEAR(notice.grad);
-  if (grad == notice.view) return true;
   Plain source;
-  if (!notice.place.data || !read_plain(grad, source) || !alike(source, notice.place)) return false;
-  const int64_t nbytes = nbytes_of(source);
+  if (!read_grad(notice, grad, source)) return false;
+  if (grad == notice.view) return true;
+  const auto nbytes = nbytes_of(source);
+  if (nbytes > kSmallNbytes) return false;
   std::memcpy(notice.place.data, source.data, static_cast<size_t>(nbytes));
-  if (nbytes <= kTinyNbytes) {
-    notice.grad = new_ref(grad);
-    notice.grad_data = source.data;
-  }
   return true;
 }
 
-// Makes what is in the arena the parameter's gradient.
+// Plans to exchange the gradient where it is. False: that is left to the caller.
+bool find(Notice& notice, PyObject* grad) {
+  Plain source;
+  if (!read_grad(notice, grad, source)) return false;
+  if (grad != notice.view) lend(notice, grad, source.data);
+  return true;
+}
+
+// Makes what has been exchanged the parameter's gradient.
 void take(Notice& notice, PyObject* param) {
-  PyObject* grad = grad_of(param);
-  Py_DECREF(grad);
-  Plain now;  // a hook of the user's may have given it other memory
-  if (grad == notice.grad && read_plain(grad, now) && now.data == notice.grad_data) {
-    std::memcpy(now.data, notice.place.data, static_cast<size_t>(nbytes_of(notice.place)));
-  } else if (grad != notice.view && PyObject_SetAttr(param, grad_name, notice.view) != 0) {
+  PyObject* now = grad_of(param);
+  Py_DECREF(now);
+  PyObject* result = notice.grad ? notice.grad : notice.view;
+  if (now != result && PyObject_SetAttr(param, grad_name, result) != 0)
     throw py::error_already_set();
-  }
   Py_CLEAR(notice.grad);
 }
 
@@ -99,8 +110,7 @@ PyObject* bind(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     notice.bucket = py::cast<std::shared_ptr<Bucket>>(py::handle(args[0]));
     notice.slot = static_cast<int>(as_int(args[1]));
     Py_XSETREF(notice.view, new_ref(args[2]));
-    if (!read_plain(notice.view, notice.place) || nbytes_of(notice.place) > kSmallNbytes)
-      notice.place.data = nullptr;
+    if (!read_plain(notice.view, notice.place)) notice.place.data = nullptr;
     return new_ref(Py_None);
   });
 }
@@ -108,6 +118,15 @@ PyObject* bind(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 PyObject* unbind(PyObject* self, PyObject*) {
   as_notice(self).bucket.reset();
   return new_ref(Py_None);
+}
+
+// lend(gradient, address): this time it is exchanged where it is.
+PyObject* lend_method(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    if (count != 2) throw py::type_error("lend takes 2 arguments");
+    lend(as_notice(self), args[0], reinterpret_cast<char*>(as_int(args[1])));
+    return new_ref(Py_None);
+  });
 }
 
 // Hook, slot, view and parameter refer to each other in a circle, so the collector must see it.
@@ -151,6 +170,7 @@ PyObject* make_notice(PyObject*, PyObject* decide) {
 
 PyMethodDef methods[] = {
     {"bind", as_method(bind), METH_FASTCALL, "From now on this gradient is a slot of a bucket."},
+    {"lend", as_method(lend_method), METH_FASTCALL, "This gradient is exchanged where it is."},
     {"unbind", unbind, METH_NOARGS, "From now on every call is passed on."},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -176,16 +196,62 @@ void for_each_pair(PyObject* const* args, Py_ssize_t count, F&& f) {
     f(i, PyList_GET_ITEM(args[0], i), PyList_GET_ITEM(args[1], i));
 }
 
-// gather(params, notices): copies gradients into the arena; returns the positions of those it left.
-PyObject* gather(PyObject*, PyObject* const* args, Py_ssize_t count) {
+// Lets `f` do its part for every gradient; returns the positions of those it left.
+PyObject* try_all(PyObject* const* args, Py_ssize_t count, bool (*f)(Notice&, PyObject*)) {
   return guarded([&] {
     py::list left;
     for_each_pair(args, count, [&](Py_ssize_t i, PyObject* param, PyObject* notice) {
       PyObject* grad = grad_of(param);
-      if (!bring(as_notice(notice), grad)) left.append(i);
+      Py_CLEAR(as_notice(notice).grad);
+      if (!f(as_notice(notice), grad)) left.append(i);
       Py_DECREF(grad);
     });
     return left.release().ptr();
+  });
+}
+PyObject* gather(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return try_all(args, count, bring);
+}
+PyObject* locate(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return try_all(args, count, find);
+}
+
+// apart(lists of notices): whether no two gradients that are to be exchanged where they are share
+// memory. Autograd gives one tensor's memory to two parameters when one is the other's view.
+PyObject* apart(PyObject*, PyObject* lists) {
+  return guarded([&] {
+    std::vector<std::pair<const char*, const char*>> ranges;
+    for (Py_ssize_t i = 0; i < PyList_Size(lists); ++i) {
+      PyObject* list = PyList_GET_ITEM(lists, i);
+      for (Py_ssize_t j = 0; j < PyList_Size(list); ++j) {
+        const Notice& notice = as_notice(PyList_GET_ITEM(list, j));
+        if (notice.grad) ranges.emplace_back(notice.data, notice.data + nbytes_of(notice.place));
+      }
+    }
+    std::sort(ranges.begin(), ranges.end());
+    for (size_t i = 1; i < ranges.size(); ++i)
+      if (ranges[i].first < ranges[i - 1].second) return new_ref(Py_False);
+    return new_ref(Py_True);
+  });
+}
+
+// launch(bucket, urgency, notices): starts its exchange, each gradient where it is.
+PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    if (count != 3) throw py::type_error("launch takes 3 arguments");
+    const auto bucket = py::cast<std::shared_ptr<Bucket>>(py::handle(args[0]));
+    const auto urgency = static_cast<Engine::Urgency>(as_int(args[1]));
+    std::vector<Bucket::Place> places;
+    py::list owners;
+    for (Py_ssize_t i = 0; i < PyList_Size(args[2]); ++i) {
+      const Notice& notice = as_notice(PyList_GET_ITEM(args[2], i));
+      if (!notice.grad) continue;
+      places.push_back({notice.slot, notice.data});
+      owners.append(py::handle(notice.grad));
+    }
+    auto owner = places.empty() ? nullptr : keep(owners.ptr());
+    return make_handle(bucket->engine(), bucket->launch(urgency, places, std::move(owner)),
+                       Py_None);
   });
 }
 
@@ -224,6 +290,9 @@ PyObject* unchanged(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyMethodDef functions[] = {
     {"gather", as_method(gather), METH_FASTCALL, "Copies small gradients into the arena."},
+    {"locate", as_method(locate), METH_FASTCALL, "Plans to exchange gradients where they are."},
+    {"apart", apart, METH_O, "Whether what is to be exchanged where it is shares no memory."},
+    {"launch", as_method(launch), METH_FASTCALL, "Starts the exchange of a bucket."},
     {"deliver", as_method(deliver), METH_FASTCALL, "Makes results the parameters' gradients."},
     {"unchanged", as_method(unchanged), METH_FASTCALL, "Whether these are still the parameters."},
     {"notice", make_notice, METH_O,

@@ -67,7 +67,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_of_all_sizes(everyone, hvd, set_to_none):
-    """Some are copied back, some lie in an arena, some are exchanged where they are."""
+    """Some are copied into an arena, some are exchanged where they are."""
 
     def make():
         torch.manual_seed(0)
@@ -90,15 +90,23 @@ def test_gradients_of_all_sizes(everyone, hvd, set_to_none):
     assert_same_everywhere(hvd, model)
 
 
-def test_large_gradients_that_share_memory(everyone, hvd):
+@pytest.mark.parametrize("optimizer_count", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("width", [3, 100000])
+def test_gradients_that_share_memory(everyone, hvd, width, groups, optimizer_count):
     """Autograd gives both parameters views of one tensor, which must not be exchanged twice."""
-    params = [nn.Parameter(torch.zeros(2, 100000)) for _ in range(2)]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), op=hvd.Sum)
+    params = [nn.Parameter(torch.zeros(2, width)) for _ in range(2)]
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(part, lr=1.0), op=hvd.Sum, num_groups=groups)
+        for part in ([params] if optimizer_count == 1 else [params[:1], params[1:]])
+    ]
     for _ in range(3):
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         total = params[0].view(-1) + params[1].view(-1)
         (total * (everyone.me + 1)).sum().backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
     right = -3.0 * sum(range(1, everyone.size + 1))
     for param in params:
         assert torch.equal(param, torch.full_like(param, right))
@@ -117,8 +125,9 @@ def test_torch_that_does_not_count_owners(everyone, hvd, monkeypatch):
     assert torch.equal(param, torch.full_like(param, right))
 
 
-def test_two_optimizers_of_one_large_parameter(everyone, hvd):
-    param = nn.Parameter(torch.zeros(200000))
+@pytest.mark.parametrize("width", [3, 200000])
+def test_two_optimizers_of_one_parameter(everyone, hvd, width):
+    param = nn.Parameter(torch.zeros(width))
     optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0)) for _ in range(2)]
     for _ in range(3):
         for optimizer in optimizers:
@@ -945,11 +954,10 @@ def test_a_late_contribution_to_memory_in_flight_is_refused(everyone, hvd, overl
     assert_same_everywhere(hvd, layer)
 
 
-@pytest.mark.parametrize("width", [20, 400], ids=["copied back", "exchanged where it is"])
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("width, set_to_none", [(20, True), (400, True), (400, False)])
 def test_a_late_contribution_elsewhere_counts(everyone, hvd, width, set_to_none):
     torch.manual_seed(0)
-    layer, oracle = torch.nn.Linear(width, width), torch.nn.Linear(width, width)
+    layer, oracle = (torch.nn.Linear(width, width, bias=set_to_none) for _ in range(2))
     oracle.load_state_dict(layer.state_dict())
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
     reference = torch.optim.SGD(oracle.parameters(), lr=0.1)

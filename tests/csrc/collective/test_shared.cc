@@ -1,4 +1,5 @@
-// What the memory of a node adds to the table's tests: data in arenas, on all ranks or only some.
+// What the memory of a node adds to the table's tests: data in arenas, elsewhere, in fragments, on
+// all ranks or only some.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -45,6 +46,51 @@ TEST_P(Shared, ReducesInArenasAndBesideThem) {
         check(n(), dtype(), count, shift, where);
         if (HasFatalFailure()) return;
       }
+}
+
+// Fragments of many lengths, from one memory into another, with gaps between them.
+void check_fragments(int n, DType dtype, int64_t count, bool all) {
+  with_jobs(n, dtype, [&](int rank, Job& job) {
+    const auto item = static_cast<int64_t>(job.item());
+    std::vector<char> in(static_cast<size_t>(count * item)), out(in.size(), 'g');
+    for (int64_t i = 0; i < count; ++i) put(dtype, in.data(), i, small_number(rank, i));
+    job.count = count;
+    std::vector<bool> covered(static_cast<size_t>(count), !all && rank % 2);
+    if (covered.empty() || covered[0]) {
+      job.data = in.data();
+    } else {
+      int64_t length = 1, gap = 0;
+      for (int64_t at = 0; at < count; at += length + gap, length = length * 3 % 10007, gap ^= 2) {
+        const int64_t here = std::min(length, count - at);
+        job.fragments.push_back({at, here, in.data() + at * item, out.data() + at * item});
+        for (int64_t i = 0; i < here; ++i) covered[static_cast<size_t>(at + i)] = true;
+      }
+    }
+    shared(job);
+    // Gaps are the same on all ranks; what a rank without them finds there does not matter.
+    const char* results = job.data ? in.data() : out.data();
+    for (int64_t i = 0, length = 1, gap = 0, end = 1; i < count; ++i) {
+      if (i == end + gap) end = i + (length = length * 3 % 10007), gap ^= 2;
+      if (i >= end) continue;
+      ASSERT_TRUE(covered[static_cast<size_t>(i)]);
+      ASSERT_EQ(get(dtype, results, i), oracle(ReduceOp::kSum, n, i)) << "at " << i;
+    }
+    for (int64_t i = 0; !job.data && i < count * item; ++i)
+      if (!covered[static_cast<size_t>(i / item)])
+        ASSERT_EQ(out[static_cast<size_t>(i)], 'g') << "in a gap";
+  });
+}
+
+TEST_P(Shared, ReducesFragments) {
+  for (const bool all : {true, false})
+    for (const int64_t count : {1, 7, 500, 20000}) {
+      check_fragments(n(), dtype(), count, all);
+      if (HasFatalFailure()) return;
+    }
+}
+
+TEST(Shared, FragmentsInSeveralRounds) {
+  for (const int n : {2, 3}) check_fragments(n, DType::kF32, 600001, true);
 }
 
 TEST(Shared, InSeveralRounds) {

@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "engine/loopback_world.h"
 
@@ -79,6 +81,44 @@ TEST(Bucket, SumsItsArenaInPlace) {
         EXPECT_EQ(values[begin], static_cast<float>(3 + 3 * step));
     }
   });
+}
+
+// Of some ranks only, and of other ranks each time.
+TEST(Bucket, SumsSlotsWhereTheyAre) {
+  for (const int n : {1, 2, 3}) {
+    LoopbackWorld world(n);
+    const std::vector<int64_t> counts = {3, 0, 20, 5000, 200000, 7};
+    world.run([&](int rank) {
+      Bucket bucket(world.engines[static_cast<size_t>(rank)], "b", DType::kF32, counts, sum(), 0,
+                    0);
+      ASSERT_TRUE(bucket.movable());
+      std::vector<float> here[6];
+      for (int step = 0; step < 6; ++step) {
+        std::vector<Bucket::Place> places;
+        for (const int slot : {0, 2, 3, 4, 5}) {
+          auto* data =
+              reinterpret_cast<float*>(bucket.data()) + bucket.begins()[static_cast<size_t>(slot)];
+          here[slot].assign(counts[static_cast<size_t>(slot)], static_cast<float>(rank + step));
+          if ((slot + step + rank) % 3) {
+            places.push_back({slot, reinterpret_cast<char*>(here[slot].data())});
+          } else {
+            std::copy(here[slot].begin(), here[slot].end(), data);
+          }
+        }
+        finish(world[rank], bucket.launch(Urgency::kNow, places));
+        const auto right = static_cast<float>(n * (n - 1) / 2 + n * step);
+        auto place = places.begin();
+        for (const int slot : {0, 2, 3, 4, 5}) {
+          const bool elsewhere = place != places.end() && place->slot == slot;
+          const auto* data = elsewhere ? here[slot].data()
+                                       : reinterpret_cast<float*>(bucket.data()) +
+                                             bucket.begins()[static_cast<size_t>(slot)];
+          if (elsewhere) ++place;
+          for (const int64_t i : {0, 1, 2}) EXPECT_EQ(data[i], right) << "slot " << slot;
+        }
+      }
+    });
+  }
 }
 
 TEST(Bucket, MayBeForgottenWhileItIsInFlight) {
