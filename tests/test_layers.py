@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 CSRC = {
     "common": set(),
     "kernel": {"common"},
-    "codec": {"common"},
+    "codec": {"common", "kernel"},
     "net": {"common"},
     "transport": {"common"},
     "control": {"common"},

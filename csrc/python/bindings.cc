@@ -12,6 +12,7 @@
 #include "engine/bucket.h"
 #include "engine/engine.h"
 #include "engine/rings.h"
+#include "python/coding.h"
 #include "python/handle.h"
 #include "python/notice.h"
 #include "python/objects.h"
@@ -85,7 +86,9 @@ py::dict build_info() {
   std::vector<std::string> names;
   for (const Collective& row : collectives()) names.push_back(row.name);
   info["collectives"] = names;
-  info["codecs"] = std::vector<std::string>{"raw"};
+  std::vector<std::string> formats;
+  for (const Codec& row : codecs()) formats.push_back(row.name);
+  info["codecs"] = formats;
   info["cuda"] = "not built";
   info["nccl"] = "not built";
   return info;
@@ -106,6 +109,7 @@ PYBIND11_MODULE(_core, m) {
   add_submit(m);
   add_handle_type(m);
   add_notice_type(m);
+  add_coding_type(m);
   m.def("refuse", refuse);
   // In a forked child the engine's thread does not exist: nobody may ever wait for it.
   m.def("abandon", [](std::shared_ptr<Engine> engine) { new std::shared_ptr<Engine>(engine); });

@@ -1,0 +1,110 @@
+#include "codec/codec.h"
+
+#include <algorithm>
+
+#include "codec/bf16.h"
+#include "codec/blocks.h"
+#include "codec/fp16.h"
+#include "codec/fp8_e4m3.h"
+#include "codec/minmax_u4.h"
+#include "codec/minmax_u8.h"
+#include "codec/raw.h"
+#include "codec/sign1.h"
+#include "codec/topk.h"
+
+namespace bagua {
+namespace {
+
+template <Isa>
+constexpr int kWidth = 4;
+#if defined(__x86_64__) && defined(__GNUC__)
+template <>
+constexpr int kWidth<Isa::kAvx2> = 8;
+template <>
+constexpr int kWidth<Isa::kAvx512> = 16;
+#endif
+
+// A block format, compiled for every instruction set.
+template <class C>
+struct Blocks {
+  static int64_t wire_nbytes(const Coding&, int64_t count) {
+    const int64_t rest = count % C::kBlock;
+    return count / C::kBlock * block_nbytes<C>(C::kBlock) + (rest ? block_nbytes<C>(rest) : 0);
+  }
+#define BAGUA_BLOCKS(isa, attribute)                                                \
+  attribute static void encode_##isa(const float* in, int64_t count, char* to) {    \
+    encode_blocks<C, kWidth<Isa::isa>>(in, count, reinterpret_cast<uint8_t*>(to));  \
+  }                                                                                 \
+  attribute static void decode_##isa(const char* from, int64_t count, float* out) { \
+    decode_blocks<C>(reinterpret_cast<const uint8_t*>(from), count, out);           \
+  }
+  BAGUA_CLONES(BAGUA_BLOCKS)
+#undef BAGUA_BLOCKS
+  static void encode(const Coding&, const float* in, int64_t count, char* wire, Isa isa) {
+#define BAGUA_ENTRY(isa, attribute) encode_##isa,
+    constexpr void (*encodes[])(const float*, int64_t, char*) = {BAGUA_CLONES(BAGUA_ENTRY)};
+#undef BAGUA_ENTRY
+    encodes[static_cast<int>(isa)](in, count, wire);
+  }
+  static void decode(const Coding&, const char* wire, int64_t count, float* out, Isa isa) {
+#define BAGUA_ENTRY(isa, attribute) decode_##isa,
+    constexpr void (*decodes[])(const char*, int64_t, float*) = {BAGUA_CLONES(BAGUA_ENTRY)};
+#undef BAGUA_ENTRY
+    decodes[static_cast<int>(isa)](wire, count, out);
+  }
+};
+
+template <class C>
+constexpr Codec row(const char* name, int64_t block, bool lossy, bool needs_feedback) {
+  return {name, block, lossy, needs_feedback, C::wire_nbytes, C::encode, C::decode};
+}
+
+// What is added up or kept meanwhile stays in a core's cache; a multiple of every block.
+constexpr int64_t kTile = 4096;
+
+}  // namespace
+
+const std::vector<Codec>& codecs() {
+  static const std::vector<Codec> table = {
+      row<Raw>("raw", 1, false, false),
+      row<Fp16>("fp16", 1, false, false),
+      row<Bf16>("bf16", 1, false, false),
+      row<Blocks<MinMaxU8>>("minmax_u8", MinMaxU8::kBlock, true, false),
+      row<Blocks<MinMaxU4>>("minmax_u4", MinMaxU4::kBlock, true, false),
+      row<Blocks<Fp8E4M3>>("fp8_e4m3", Fp8E4M3::kBlock, true, false),
+      row<Blocks<Sign1>>("sign1", Sign1::kBlock, true, true),
+      row<TopK>("topk", TopK::kChunk, true, true),
+  };
+  return table;
+}
+
+const Codec* find_codec(const std::string& name) {
+  for (const Codec& codec : codecs())
+    if (name == codec.name) return &codec;
+  return nullptr;
+}
+
+void Coding::encode_rest(const float* in, float* residual, int64_t count, char* wire,
+                         Isa isa) const {
+  float whole[kTile], said[kTile];
+  for (int64_t at = 0; at < count; at += kTile) {
+    const int64_t n = std::min(kTile, count - at);
+    for (int64_t i = 0; i < n; ++i) whole[i] = in[at + i] + residual[at + i];
+    encode(whole, n, wire, isa);
+    decode(wire, n, said, isa);
+    for (int64_t i = 0; i < n; ++i) residual[at + i] = whole[i] - said[i];
+    wire += wire_nbytes(n);
+  }
+}
+
+void Coding::decode_add(const char* wire, int64_t count, float* sum, Isa isa) const {
+  float said[kTile];
+  for (int64_t at = 0; at < count; at += kTile) {
+    const int64_t n = std::min(kTile, count - at);
+    decode(wire, n, said, isa);
+    for (int64_t i = 0; i < n; ++i) sum[at + i] += said[i];
+    wire += wire_nbytes(n);
+  }
+}
+
+}  // namespace bagua

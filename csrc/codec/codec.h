@@ -1,0 +1,56 @@
+// Wire formats for float32 values, and the table of them. Encoding the same values gives the same
+// bytes everywhere.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernel/isa.h"
+
+namespace bagua {
+
+struct Codec;
+
+// A codec and what its user chose.
+struct Coding {
+  const Codec* codec = nullptr;
+  int kept = 0;                   // topk: values of a chunk that travel, from 1 on
+  const Codec* values = nullptr;  // topk: their codec
+
+  int64_t block() const;
+  int64_t wire_nbytes(int64_t count) const;
+  // Neither memory needs alignment.
+  void encode(const float* in, int64_t count, char* wire, Isa isa = best_isa()) const;
+  void decode(const char* wire, int64_t count, float* out, Isa isa = best_isa()) const;
+  // What encoding loses is kept for the next time: encodes in + residual, and makes residual what
+  // is left of that.
+  void encode_rest(const float* in, float* residual, int64_t count, char* wire,
+                   Isa isa = best_isa()) const;
+  // sum[i] += what the wire says.
+  void decode_add(const char* wire, int64_t count, float* sum, Isa isa = best_isa()) const;
+};
+
+struct Codec {
+  const char* name;
+  int64_t block;  // values that are coded together: a vector may be cut at its multiples
+  bool lossy;     // other than by rounding to a shorter float
+  bool needs_feedback;
+  int64_t (*wire_nbytes)(const Coding&, int64_t count);
+  void (*encode)(const Coding&, const float* in, int64_t count, char* wire, Isa isa);
+  void (*decode)(const Coding&, const char* wire, int64_t count, float* out, Isa isa);
+};
+
+const std::vector<Codec>& codecs();
+const Codec* find_codec(const std::string& name);  // null if there is none
+
+inline int64_t Coding::block() const { return codec->block; }
+inline int64_t Coding::wire_nbytes(int64_t count) const { return codec->wire_nbytes(*this, count); }
+inline void Coding::encode(const float* in, int64_t count, char* wire, Isa isa) const {
+  codec->encode(*this, in, count, wire, isa);
+}
+inline void Coding::decode(const char* wire, int64_t count, float* out, Isa isa) const {
+  codec->decode(*this, wire, count, out, isa);
+}
+
+}  // namespace bagua

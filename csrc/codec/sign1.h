@@ -1,0 +1,30 @@
+// float scale = mean magnitude, 2048 signs, 1 for negative: 260 bytes for 8192. Learns only with
+// error feedback. A block that holds a NaN or an Inf decodes to NaN.
+#pragma once
+
+#include "codec/format.h"
+
+namespace bagua {
+
+struct Sign1 {
+  static constexpr int kBlock = 2048;
+  static constexpr int kBits = 1;
+  template <class V, class I>
+  using Gathered = AbsoluteSum<V, I>;
+  struct Head {
+    float scale;
+  };
+  using Coder = Head;
+
+  BAGUA_BOTH static Head head_of(const AbsoluteSum<float, int32_t>& all, int n) {
+    const float mean = all.sum * (2048.0f / static_cast<float>(n));
+    return {is_finite(mean) ? mean : not_a_number()};
+  }
+  BAGUA_BOTH static Coder coder_of(const Head& head) { return head; }
+  BAGUA_BOTH static uint32_t code(float x, const Coder&) { return x < 0 ? 1u : 0u; }
+  BAGUA_BOTH static float value(uint32_t code, const Coder& c) {
+    return from_bits(bits_of(c.scale) ^ code << 31);
+  }
+};
+
+}  // namespace bagua

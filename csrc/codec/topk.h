@@ -1,0 +1,22 @@
+// Of every 4096 values the `kept` largest by magnitude; of equal ones the first. A chunk travels as
+// their places, uint16 in ascending order, then their values by a codec of its own. A shorter last
+// chunk keeps as large a share, rounded up. NaNs are larger than everything. Learns only with error
+// feedback.
+#pragma once
+
+#include "codec/codec.h"
+
+namespace bagua {
+
+struct TopK {
+  static constexpr int64_t kChunk = 4096;
+  // Values kept of a chunk of this many.
+  static int64_t kept_of(const Coding& coding, int64_t count) {
+    return (count * coding.kept + kChunk - 1) / kChunk;
+  }
+  static int64_t wire_nbytes(const Coding& coding, int64_t count);
+  static void encode(const Coding& coding, const float* in, int64_t count, char* wire, Isa isa);
+  static void decode(const Coding& coding, const char* wire, int64_t count, float* out, Isa isa);
+};
+
+}  // namespace bagua
