@@ -1,6 +1,8 @@
 #include "codec/codec.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <sstream>
 
 #include "codec/bf16.h"
 #include "codec/blocks.h"
@@ -11,6 +13,7 @@
 #include "codec/raw.h"
 #include "codec/sign1.h"
 #include "codec/topk.h"
+#include "common/errors.h"
 
 namespace bagua {
 namespace {
@@ -82,6 +85,26 @@ const Codec* find_codec(const std::string& name) {
   for (const Codec& codec : codecs())
     if (name == codec.name) return &codec;
   return nullptr;
+}
+
+Coding parse_coding(const std::string& text) {
+  std::istringstream words(text);
+  std::string name, kept = "41", values = "raw";
+  std::getline(words, name, ':');
+  std::getline(words, kept, ':');
+  std::getline(words, values, ':');
+  const Coding coding{find_codec(name), std::atoi(kept.c_str()), find_codec(values)};
+  if (!coding.codec || !coding.values) {
+    std::string names;
+    for (const Codec& codec : codecs())
+      names += (names.empty() ? "" : ", ") + std::string(codec.name);
+    throw UsageError("there is no codec " + text + "; there are " + names);
+  }
+  if (coding.kept < 1 || coding.kept > TopK::kChunk)
+    throw UsageError("topk keeps 1 to 4096 values of 4096, not " + kept);
+  if (coding.values->block > MinMaxU8::kBlock)
+    throw UsageError(values + " cannot code what topk keeps");
+  return coding;
 }
 
 void Coding::encode_rest(const float* in, float* residual, int64_t count, char* wire,

@@ -43,6 +43,8 @@ struct Codec {
 
 const std::vector<Codec>& codecs();
 const Codec* find_codec(const std::string& name);  // null if there is none
+// What "codec", or "topk:kept:values", says. Throws a UsageError.
+Coding parse_coding(const std::string& text);
 
 inline int64_t Coding::block() const { return codec->block; }
 inline int64_t Coding::wire_nbytes(int64_t count) const { return codec->wire_nbytes(*this, count); }

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "codec/codec.h"
 #include "collective/pace.h"
 #include "common/crew.h"
 #include "common/types.h"
@@ -21,7 +22,7 @@ namespace bagua {
 // nothing. Each borrower names a lane, so that two users in one exchange do not collide.
 class Scratch {
  public:
-  enum Lane { kFusion, kShare, kReceive, kWide, kCounts, kLanes };
+  enum Lane { kFusion, kShare, kReceive, kWide, kWire, kCounts, kLaneCount };
 
   // What others on this node may look at comes from `arenas`, where there are any.
   explicit Scratch(std::shared_ptr<Arenas> arenas = nullptr) : arenas_(std::move(arenas)) {}
@@ -39,7 +40,7 @@ class Scratch {
     size_t nbytes = 0;
   };
   const std::shared_ptr<Arenas> arenas_;
-  Memory lanes_[kLanes];
+  Memory lanes_[kLaneCount];
   static constexpr size_t kPaces = 40;  // by power of two
   Pace stage_paces_[kPaces];
 };
@@ -71,7 +72,12 @@ struct Job {
   // An allreduce whose data is null: where its elements are instead, in order. What lies between
   // them does not matter.
   std::vector<Fragment> fragments = {};
-  Crew* crew = nullptr;  // helps with large reductions, if set
+  // An allreduce whose values are to travel through a codec.
+  const Coding* coding = nullptr;
+  bool exact_in_nodes = false;        // only between nodes, if ranks share any
+  float* residual = nullptr;          // what encoding lost, for each element of data; or null
+  float* residual_of_mean = nullptr;  // the same of results, where this rank encodes them
+  Crew* crew = nullptr;               // helps with large reductions, if set
 
   size_t item() const { return dtype_nbytes(dtype); }
   size_t nbytes() const { return static_cast<size_t>(count) * item(); }
@@ -106,6 +112,7 @@ void scatter_reduce(Job& job);
 void ring(Job& job);
 void halving(Job& job);
 void adasum(Job& job);
+void compressed(Job& job);
 void broadcast(Job& job);
 void allgather(Job& job);
 void alltoall(Job& job);

@@ -3,7 +3,8 @@
 // with its counterparts by messages, and writes what comes back to everyone on its node. Bytes sent
 // per node: 2 * (k-1)/k * N for k nodes, as if each were one rank; twice that for 16-bit floats,
 // whose sums travel as fp32 so that each is rounded once. How the leaders do it is chosen as for
-// any allreduce; scatter_reduce overlaps with the work inside the node, segment by segment.
+// any allreduce, through the job's codec if it has one; scatter_reduce overlaps with the work
+// inside the node, segment by segment.
 #include <algorithm>
 #include <map>
 #include <vector>
@@ -107,14 +108,17 @@ class Neighbors {
   std::vector<char*> bases_;  // of every rank of the node
 };
 
-// The leaders' part: slice number `leader` of a chunk, over all nodes.
-void lead(Job& job, Group& far, int leader, int leaders, int64_t count,
+// The leaders' part: slice number `leader` of the chunk at `at`, over all nodes.
+void lead(Job& job, Group& far, int leader, int leaders, int64_t at, int64_t count,
           const Neighbors& neighbors) {
   const Slice slice = slice_of(count, leaders, leader);
   const bool wide = dtype_nbytes(job.dtype) == 2 && is_float(job.dtype);
   char* mine = neighbors.mine() + slice.begin * static_cast<int64_t>(job.item());
   Job across{far, job.scratch, wide ? DType::kF32 : job.dtype, job.op, job.finish};
   across.count = slice.count;
+  across.coding = job.coding;
+  if (job.residual) across.residual = job.residual + at + slice.begin;
+  if (job.residual_of_mean) across.residual_of_mean = job.residual_of_mean + at + slice.begin;
   across.data = wide ? job.scratch.get(Scratch::kWide, across.nbytes()) : mine;
   auto* floats = reinterpret_cast<float*>(across.data);
   across.prepare = [&](int64_t begin, int64_t n) {
@@ -142,7 +146,7 @@ void hierarchical(Job& job) {
   for (int64_t at = 0; at < job.count; at += chunk) {
     const int64_t count = std::min(chunk, job.count - at);
     Neighbors neighbors(job, near, job.data + at * static_cast<int64_t>(job.item()), count);
-    if (leads) lead(job, far, near.me(), layout.leaders, count, neighbors);
+    if (leads) lead(job, far, near.me(), layout.leaders, at, count, neighbors);
     neighbors.part();
   }
   job.group.count(near);

@@ -13,9 +13,13 @@ constexpr int kRingRanks = 17;
 
 bool always(const Job&) { return true; }
 bool is_adasum(const Job& job) { return job.op == ReduceOp::kAdasum; }
-bool is_linear(const Job& job) { return !is_adasum(job); }
+// Through a codec or not.
+bool adds(const Job& job) { return !is_adasum(job); }
+bool is_linear(const Job& job) { return adds(job) && !job.coding; }
 bool on_one_node(const Job& job) { return job.group.node() != nullptr; }
-bool linear_on_one_node(const Job& job) { return is_linear(job) && on_one_node(job); }
+bool exact_here(const Job& job) {
+  return adds(job) && on_one_node(job) && (!job.coding || job.exact_in_nodes);
+}
 // A ring rounds to the element type at every hop. 16-bit sums must not, and integers only where
 // nothing is divided or scaled at the end: a sum that wraps around comes out the same.
 bool ring_can(const Job& job) {
@@ -31,11 +35,17 @@ bool halving_fits(const Job& job) { return ring_can(job) && job.group.size() >= 
 // Sums of 16-bit floats travel between nodes as fp32.
 bool hierarchical_can(const Job& job) {
   const bool whole = !is_float(job.dtype) && !is_complex(job.dtype);
-  return is_linear(job) && job.group.size() > 1 && (!whole || job.finish.identity());
+  return adds(job) && job.group.size() > 1 && (!whole || job.finish.identity()) &&
+         (!job.coding || job.exact_in_nodes);
 }
 bool hierarchical_fits(const Job& job) {
-  return hierarchical_can(job) && job.nbytes() >= kHierarchicalNbytes &&
+  return hierarchical_can(job) && (job.coding || job.nbytes() >= kHierarchicalNbytes) &&
          job.group.on_shared_nodes();
+}
+bool compressed_can(const Job& job) {
+  return job.coding && job.group.size() > 1 &&
+         (job.op == ReduceOp::kSum || job.op == ReduceOp::kAverage) &&
+         (job.dtype == DType::kF32 || job.dtype == DType::kF16 || job.dtype == DType::kBF16);
 }
 bool gather_fits(const Job& job) {
   return is_linear(job) &&
@@ -47,8 +57,9 @@ bool gather_fits(const Job& job) {
 const std::vector<Collective>& collectives() {
   static const std::vector<Collective> table = {
       {"adasum", OpKind::kAllreduce, is_adasum, is_adasum, adasum},
-      {"shared", OpKind::kAllreduce, linear_on_one_node, linear_on_one_node, shared, false, true},
+      {"shared", OpKind::kAllreduce, exact_here, exact_here, shared, false, true},
       {"hierarchical", OpKind::kAllreduce, hierarchical_fits, hierarchical_can, hierarchical},
+      {"compressed", OpKind::kAllreduce, compressed_can, compressed_can, compressed, true},
       {"gather_reduce", OpKind::kAllreduce, gather_fits, is_linear, gather_reduce},
       {"ring", OpKind::kAllreduce, ring_fits, ring_can, ring},
       {"halving", OpKind::kAllreduce, halving_fits, ring_can, halving},

@@ -1,13 +1,27 @@
 #include "engine/bucket.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <new>
 
 #include "common/memory.h"
 
 namespace bagua {
+namespace {
+
+// Pages that nobody writes to cost nothing.
+std::shared_ptr<float> zeros(int64_t count) {
+  auto* data =
+      static_cast<float*>(std::calloc(static_cast<size_t>(std::max<int64_t>(count, 1)), 4));
+  if (!data) throw std::bad_alloc();
+  return {data, [](float* p) { std::free(p); }};
+}
+
+}  // namespace
+
 Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
                const std::vector<int64_t>& slot_counts, Description exchange, int32_t set,
-               int32_t priority)
+               int32_t priority, bool feedback)
     : engine_(std::move(engine)),
       name_(std::move(name)),
       dtype_(dtype),
@@ -19,7 +33,7 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
   description_.priority = priority;
   const auto item = static_cast<int64_t>(dtype_nbytes(dtype));
   const bool adasum = description_.op == ReduceOp::kAdasum;  // weighs every tensor by itself
-  movable_ = !adasum && engine_->exchanges_anywhere(set);
+  movable_ = !adasum && description_.codec.empty() && engine_->exchanges_anywhere(set);
   std::vector<int> alone;
   for (size_t i = 0; i < counts_.size(); ++i) {
     const bool large = movable_ && counts_[i] * item >= kLoneNbytes;
@@ -30,6 +44,10 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
   const int64_t shared = add_slots(together_);
   add_slots(alone);
   arena_ = engine_->allocate(static_cast<size_t>(nbytes()));
+  if (feedback) {
+    residual_ = zeros(count_);
+    residual_of_mean_ = zeros(count_);
+  }
   if (shared > 0 || alone.empty()) add_part(0, shared);
   for (const int slot : alone) {
     if (movable_) part_of_[static_cast<size_t>(slot)] = static_cast<int>(parts_.size());
@@ -39,7 +57,9 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
 
 // Gives these slots places behind those there are; returns the end of the last.
 int64_t Bucket::add_slots(const std::vector<int>& slots) {
-  const auto line = static_cast<int64_t>(kLineNbytes / dtype_nbytes(dtype_));
+  const auto line = description_.codec.empty()
+                        ? static_cast<int64_t>(kLineNbytes / dtype_nbytes(dtype_))
+                        : int64_t{1};
   for (const int slot : slots) {
     begins_[static_cast<size_t>(slot)] = count_;
     count_ += (counts_[static_cast<size_t>(slot)] + line - 1) / line * line;
@@ -90,7 +110,7 @@ HandlePtr Bucket::launch(Engine::Urgency urgency, const std::vector<Place>& plac
   if (scattered) request->fragments = fragments_of(places);
   if (keepalive)
     request->keepalive = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(
-        arena_, std::move(keepalive));
+        std::move(request->keepalive), std::move(keepalive));
   return engine_->submit(std::move(request), urgency);
 }
 
@@ -129,6 +149,12 @@ RequestPtr Bucket::start_over() {
   request->description = description_;
   request->parts = parts_;
   request->keepalive = arena_;
+  if (residual_) {
+    request->residual = residual_.get();
+    request->residual_of_mean = residual_of_mean_.get();
+    request->keepalive = std::make_shared<std::vector<std::shared_ptr<void>>>(
+        std::vector<std::shared_ptr<void>>{arena_, residual_, residual_of_mean_});
+  }
   return request;
 }
 

@@ -14,16 +14,23 @@ namespace bagua {
 
 class Bucket {
  public:
-  // `exchange` describes what the launch asks for, without tensors.
+  // `exchange` describes what the launch asks for, without tensors. With `feedback` its codec's
+  // errors are kept for the next time.
   Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
          const std::vector<int64_t>& slot_counts, Description exchange, int32_t set,
-         int32_t priority);
+         int32_t priority, bool feedback = false);
 
   const std::shared_ptr<Engine>& engine() const { return engine_; }
   char* data() const { return arena_.get(); }
   int64_t nbytes() const { return count_ * static_cast<int64_t>(dtype_nbytes(dtype_)); }
   DType dtype() const { return dtype_; }
-  // Where each slot begins, in elements; every slot starts on a cache line.
+  // What encoding has lost of this rank's values, and of the means it encodes, for each element of
+  // the arena; null without feedback.
+  const std::shared_ptr<float>& residual() const { return residual_; }
+  const std::shared_ptr<float>& residual_of_mean() const { return residual_of_mean_; }
+  int64_t count() const { return count_; }
+  // Where each slot begins, in elements; every slot starts on a cache line, unless a codec would
+  // see the gaps.
   const std::vector<int64_t>& begins() const { return begins_; }
   // Whether slots may be exchanged elsewhere without being copied.
   bool movable() const { return movable_; }
@@ -64,6 +71,7 @@ class Bucket {
   std::vector<int64_t> begins_;
   int64_t count_ = 0;  // elements, padding included
   std::shared_ptr<char> arena_;
+  std::shared_ptr<float> residual_, residual_of_mean_;
   Description description_;
   std::vector<Part> parts_;
   bool movable_;

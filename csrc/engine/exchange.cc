@@ -117,10 +117,18 @@ void exchange_allreduce(const std::vector<RequestPtr>& requests, Group& group,
                         const Workbench& bench) {
   const Description& d = requests[0]->description;
   const Finish finish = finish_of(d, group.size());
-  const bool fuse = d.op != ReduceOp::kAdasum;
+  const bool fuse = d.op != ReduceOp::kAdasum && d.codec.empty();
+  Coding coding;
+  if (!d.codec.empty()) coding = parse_coding(d.codec);
   on_stretches(tensors_by_dtype(requests), group, bench, fuse, [&](Job& job) {
     job.op = d.op;
     job.finish = finish;
+    if (coding.codec) {
+      job.coding = &coding;
+      job.exact_in_nodes = d.exact_in_nodes;
+      job.residual = requests[0]->residual;
+      job.residual_of_mean = requests[0]->residual_of_mean;
+    }
     if (!is_linear(d.op)) scale_all(job, d.prescale);
     if (group.size() == 1) return scale_all(job, finish.factor);
     run(OpKind::kAllreduce, job, bench);

@@ -45,7 +45,8 @@ void Description::add_tensor(DType dtype, const int64_t* shape, size_t ndim) {
 
 bool Description::operator==(const Description& other) const {
   return kind == other.kind && op == other.op && root == other.root && prescale == other.prescale &&
-         postscale == other.postscale && priority == other.priority && layout == other.layout;
+         postscale == other.postscale && priority == other.priority && codec == other.codec &&
+         exact_in_nodes == other.exact_in_nodes && layout == other.layout;
 }
 
 std::string Description::encode() const {
@@ -56,6 +57,8 @@ std::string Description::encode() const {
   w.put(prescale);
   w.put(postscale);
   w.put(priority);
+  w.put_string(codec);
+  w.put(exact_in_nodes);
   w.put_vector(layout);
   return w.take();
 }
@@ -69,6 +72,8 @@ Description Description::decode(std::string_view bytes) {
   d.prescale = r.get<double>();
   d.postscale = r.get<double>();
   d.priority = r.get<int32_t>();
+  d.codec = r.get_string();
+  d.exact_in_nodes = r.get<bool>();
   d.layout = r.get_vector<int64_t>();
   return d;
 }
@@ -88,6 +93,10 @@ Difference first_difference(const Description& here, const Description& there) {
     return {"postscale_factor", number_text(here.postscale), number_text(there.postscale)};
   if (here.priority != there.priority)
     return {"priority", std::to_string(here.priority), std::to_string(there.priority)};
+  if (here.codec != there.codec) return {"codec", here.codec, there.codec};
+  if (here.exact_in_nodes != there.exact_in_nodes)
+    return {"hierarchical", std::to_string(here.exact_in_nodes),
+            std::to_string(there.exact_in_nodes)};
   return tensor_difference(here, there);
 }
 

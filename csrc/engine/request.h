@@ -23,7 +23,9 @@ struct Description {
   int32_t root = -1;  // rank of the world; the set's id for remove_process_set
   double prescale = 1;
   double postscale = 1;
-  int32_t priority = 0;  // higher goes first among requests agreed together
+  std::string codec;            // of an allreduce whose values travel through one, see parse_coding
+  bool exact_in_nodes = false;  // then only between nodes
+  int32_t priority = 0;         // higher goes first among requests agreed together
   // Per tensor: element type, number of dimensions, dimensions. For add_process_set: the ranks.
   std::vector<int64_t> layout;
 
@@ -109,6 +111,8 @@ struct Request {
   Description description;
   std::vector<Part> parts;
   std::vector<Fragment> fragments;  // where the first part is, if not in one place
+  float* residual = nullptr;        // error feedback, see Job
+  float* residual_of_mean = nullptr;
   std::vector<int64_t> rows;        // allgather, alltoall: this rank's, of each tensor
   std::vector<int64_t> splits;      // alltoall: rows for each rank
   std::string refusal;              // not empty: this rank cannot take part, and why

@@ -7,7 +7,7 @@ namespace bagua {
 namespace {
 
 bool fusible(const Description& d) {
-  return d.kind == OpKind::kAllreduce && d.op != ReduceOp::kAdasum;
+  return d.kind == OpKind::kAllreduce && d.op != ReduceOp::kAdasum && d.codec.empty();
 }
 
 bool alike(const Description& a, const Description& b) {

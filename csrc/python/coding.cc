@@ -9,13 +9,6 @@
 namespace bagua {
 namespace {
 
-const Codec* codec_named(const std::string& name) {
-  if (const Codec* codec = find_codec(name)) return codec;
-  std::string names;
-  for (const Codec& codec : codecs()) names += std::string(names.empty() ? "" : ", ") + codec.name;
-  throw UsageError("there is no codec " + name + "; there are " + names);
-}
-
 Isa isa_named(const std::string& name) {
   for (int i = 0; i < kIsaCount; ++i)
     if (name == isa_name(static_cast<Isa>(i)) && has_isa(static_cast<Isa>(i)))
@@ -36,7 +29,7 @@ Plain plain_of(const py::object& array, DType dtype, int64_t count) {
 void add_coding_type(py::module_& m) {
   py::class_<Coding>(m, "Coding")
       .def(py::init([](const std::string& codec, int kept, const std::string& values) {
-             return Coding{codec_named(codec), kept, codec_named(values)};
+             return parse_coding(codec + ":" + std::to_string(kept) + ":" + values);
            }),
            py::arg("codec"), py::arg("kept") = 41, py::arg("values") = "raw")
       .def_property_readonly("block", &Coding::block)

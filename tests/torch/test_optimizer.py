@@ -954,7 +954,7 @@ def test_a_late_contribution_to_memory_in_flight_is_refused(everyone, hvd, overl
     assert_same_everywhere(hvd, layer)
 
 
-@pytest.mark.parametrize("width, set_to_none", [(20, True), (400, True), (400, False)])
+@pytest.mark.parametrize(("width", "set_to_none"), [(20, True), (400, True), (400, False)])
 def test_a_late_contribution_elsewhere_counts(everyone, hvd, width, set_to_none):
     torch.manual_seed(0)
     layer, oracle = (torch.nn.Linear(width, width, bias=set_to_none) for _ in range(2))

@@ -76,8 +76,9 @@ void check_fragments(int n, DType dtype, int64_t count, bool all) {
       ASSERT_EQ(get(dtype, results, i), oracle(ReduceOp::kSum, n, i)) << "at " << i;
     }
     for (int64_t i = 0; !job.data && i < count * item; ++i)
-      if (!covered[static_cast<size_t>(i / item)])
+      if (!covered[static_cast<size_t>(i / item)]) {
         ASSERT_EQ(out[static_cast<size_t>(i)], 'g') << "in a gap";
+      }
   });
 }
 

@@ -1,0 +1,192 @@
+// Allreduce through every codec of the table, against one loop that simulates all ranks.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <mutex>
+
+#include "collective/jobs.h"
+
+namespace bagua {
+namespace {
+
+using Floats = std::vector<float>;
+
+float noise(int rank, int round, int64_t i) {
+  return static_cast<float>(std::sin(rank * 7919.0 + round * 104729.0 + static_cast<double>(i)));
+}
+
+// What all ranks agree on after each round, and what each keeps for the next.
+class Simulation {
+ public:
+  Simulation(const Coding& coding, int n, int64_t count, bool feedback, Finish finish)
+      : coding_(coding),
+        count_(count),
+        feedback_(feedback),
+        finish_(finish),
+        residuals_(static_cast<size_t>(n), Floats(static_cast<size_t>(count))),
+        residual_of_mean_(static_cast<size_t>(count)) {}
+
+  Floats round(std::vector<Floats> values) {
+    const auto n = static_cast<int>(values.size());
+    const int64_t block = coding_.block(), blocks = (count_ + block - 1) / block;
+    Floats result(static_cast<size_t>(count_));
+    for (int owner = 0; owner < n; ++owner) {
+      const Slice slice = slice_of(blocks, n, owner);
+      const int64_t begin = std::min(slice.begin * block, count_);
+      const int64_t end = std::min((slice.begin + slice.count) * block, count_);
+      Floats sum(static_cast<size_t>(end - begin));
+      for (int rank = 0; rank < n; ++rank) {
+        const auto at = static_cast<size_t>(rank);
+        const Floats said = travel(values[at], residuals_[at], begin, end);
+        for (size_t i = 0; i < sum.size(); ++i) sum[i] += said[i];
+      }
+      Floats whole(static_cast<size_t>(count_));
+      for (size_t i = 0; i < sum.size(); ++i)
+        whole[static_cast<size_t>(begin) + i] =
+            sum[i] / static_cast<float>(finish_.divisor) * static_cast<float>(finish_.factor);
+      const Floats said = travel(whole, residual_of_mean_, begin, end);
+      std::copy(said.begin(), said.end(), result.begin() + begin);
+    }
+    return result;
+  }
+
+ private:
+  Floats travel(const Floats& values, Floats& residual, int64_t begin, int64_t end) {
+    Floats whole(values.begin() + begin, values.begin() + end), said(whole.size());
+    for (size_t i = 0; feedback_ && i < whole.size(); ++i)
+      whole[i] += residual[static_cast<size_t>(begin) + i];
+    std::vector<char> wire(static_cast<size_t>(coding_.wire_nbytes(end - begin)));
+    coding_.encode(whole.data(), end - begin, wire.data());
+    coding_.decode(wire.data(), end - begin, said.data());
+    for (size_t i = 0; feedback_ && i < whole.size(); ++i)
+      residual[static_cast<size_t>(begin) + i] = whole[i] - said[i];
+    return said;
+  }
+
+  const Coding coding_;
+  const int64_t count_;
+  const bool feedback_;
+  const Finish finish_;
+  std::vector<Floats> residuals_;
+  Floats residual_of_mean_;
+};
+
+void check(const Coding& coding, int n, int64_t count, bool feedback) {
+  constexpr int kRounds = 3;
+  const Finish finish{static_cast<double>(n), 0.5};
+  Simulation simulation(coding, n, count, feedback, finish);
+  std::vector<Floats> expected;
+  for (int round = 0; round < kRounds; ++round) {
+    std::vector<Floats> values(static_cast<size_t>(n), Floats(static_cast<size_t>(count)));
+    for (int rank = 0; rank < n; ++rank)
+      for (int64_t i = 0; i < count; ++i)
+        values[static_cast<size_t>(rank)][static_cast<size_t>(i)] = noise(rank, round, i);
+    expected.push_back(simulation.round(std::move(values)));
+  }
+  with_jobs(n, DType::kF32, [&](int rank, Job& job) {
+    Floats data(static_cast<size_t>(count) + 1), residual(data.size()), of_mean(data.size());
+    job.op = ReduceOp::kAverage;
+    job.finish = finish;
+    job.count = count;
+    job.coding = &coding;
+    if (feedback) job.residual = residual.data(), job.residual_of_mean = of_mean.data();
+    for (int round = 0; round < kRounds; ++round) {
+      for (int64_t i = 0; i < count; ++i) data[static_cast<size_t>(i)] = noise(rank, round, i);
+      data.back() = 42;
+      job.data = reinterpret_cast<char*>(data.data());
+      const Collective& row = choose_collective(OpKind::kAllreduce, job, "auto");
+      ASSERT_STREQ(row.name, "compressed");
+      row.run(job);
+      ASSERT_EQ(data.back(), 42) << "behind the end";
+      for (size_t i = 0; i < expected[0].size(); ++i)
+        ASSERT_EQ(data[i], expected[static_cast<size_t>(round)][i])
+            << coding.codec->name << " round " << round << " at " << i << " of " << count;
+    }
+  });
+}
+
+std::vector<Coding> codings() {
+  std::vector<Coding> all;
+  for (const Codec& codec : codecs()) all.push_back(parse_coding(codec.name));
+  all.push_back(parse_coding("topk:7:fp16"));
+  all.push_back(parse_coding("topk:600:minmax_u8"));
+  return all;
+}
+
+TEST(Compressed, IsWhatOneLoopOverAllRanksGives) {
+  for (const Coding& coding : codings())
+    for (const int n : {2, 3, 4})
+      for (const int64_t count : {1, 513, 9000})
+        for (const bool feedback : {false, true}) {
+          check(coding, n, count, feedback);
+          if (HasFatalFailure()) return;
+        }
+}
+
+TEST(Compressed, InSeveralSegments) { check(parse_coding("minmax_u8"), 2, 600001, true); }
+
+TEST(Compressed, SendsTheCodecsBytes) {
+  for (const Coding& coding : codings())
+    with_jobs(4, DType::kF32, [&](int, Job& job) {
+      const int64_t count = 4 * 4096 * 4;
+      Floats data(static_cast<size_t>(count), 1);
+      job.data = reinterpret_cast<char*>(data.data());
+      job.count = count;
+      job.coding = &coding;
+      compressed(job);
+      EXPECT_EQ(job.group.sent_nbytes(), 2 * 3 * coding.wire_nbytes(count / 4));
+    });
+}
+
+// Exact inside the nodes, whose numbers of ranks differ; through the codec between them.
+TEST(Compressed, BetweenNodesOnly) {
+  const std::vector<int> node_of = {0, 0, 0, 1, 1, 2};
+  for (const Coding& coding : codings())
+    for (const DType dtype : {DType::kF32, DType::kF16}) {
+      std::vector<std::vector<char>> results(6);
+      int64_t sent = 0;
+      std::mutex mutex;
+      with_jobs(
+          6, dtype,
+          [&](int rank, Job& job) {
+            constexpr int64_t kCount = 9000;
+            auto& data = results[static_cast<size_t>(rank)];
+            data.resize(kCount * job.item());
+            // All ones: no codec changes a constant, but topk leaves most of them out.
+            for (int64_t i = 0; i < kCount; ++i) put(dtype, data.data(), i, 1);
+            job.op = ReduceOp::kAverage;
+            job.finish.divisor = 6;
+            job.data = data.data();
+            job.count = kCount;
+            job.coding = &coding;
+            job.exact_in_nodes = true;
+            const Collective& row = choose_collective(OpKind::kAllreduce, job, "auto");
+            ASSERT_STREQ(row.name, "hierarchical");
+            row.run(job);
+            std::lock_guard<std::mutex> lock(mutex);
+            sent += job.group.sent_nbytes();
+            for (int64_t i = 0; i < kCount; ++i) {
+              const double x = get(dtype, data.data(), i);
+              const bool kept = coding.codec->name != std::string("topk") || x != 0;
+              ASSERT_NEAR(kept ? x : 1, 1, 1e-3) << coding.codec->name;
+            }
+          },
+          node_of);
+      for (const auto& result : results) ASSERT_EQ(result, results[0]) << coding.codec->name;
+      EXPECT_LE(sent, 4 * coding.wire_nbytes(9000) + 64 * 12) << coding.codec->name;
+    }
+}
+
+TEST(Compressed, NotAtAllInsideOneNodeThatIsExact) {
+  const Coding coding = parse_coding("sign1");
+  with_jobs(3, DType::kF32, [&](int, Job& job) {
+    job.coding = &coding;
+    job.count = 5000;
+    EXPECT_STREQ(choose_collective(OpKind::kAllreduce, job, "ring").name, "compressed");
+    job.exact_in_nodes = true;
+    EXPECT_STREQ(choose_collective(OpKind::kAllreduce, job, "auto").name, "shared");
+  });
+}
+
+}  // namespace
+}  // namespace bagua
