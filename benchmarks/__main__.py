@@ -106,6 +106,11 @@ def table(results: dict[str, one_node.Case]) -> str:
                 f"{name:<11}{system:<9}{shown(median):>12}{shown(figures['min_s']):>12}"
                 f"{adds:>12}  {added}"
             )
+    lines += [
+        "",
+        "alone: without communication. adds: what is more than that; below 0 it is noise.",
+    ]
+    lines += [f"{name}: {one_node.CASES[name].__doc__.strip()}" for name in results]
     return "\n".join(lines)
 
 

@@ -137,8 +137,11 @@ def table(figures: Figures, what: str) -> str:
 
 def plot(figures: Figures, path: Path) -> None:
     """Time against size, both logarithmic, one line a system."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot without matplotlib: pip install matplotlib")
+        return
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -157,10 +160,16 @@ def plot(figures: Figures, path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sweeps", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sweeps",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("sweeps", nargs="*", default=list(SWEEPS), metavar="sweep")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if unknown := set(options.sweeps) - set(SWEEPS):
+        parser.error(f"no sweep is called {', '.join(sorted(unknown))}; known: {', '.join(SWEEPS)}")
     if options.as_rank:
         return as_rank(options.sweeps[0], options.as_rank)
     FOLDER.mkdir(parents=True, exist_ok=True)

@@ -43,9 +43,10 @@ def _setting(
     min: float = -math.inf,
     above: float = -math.inf,
     max: float = math.inf,
+    whole: bool = False,
 ) -> Any:
     """A field and what it takes: `agree` means equal on all ranks, `above` an exclusive minimum."""
-    limits = {"choices": choices, "min": min, "above": above, "max": max}
+    limits = {"choices": choices, "min": min, "above": above, "max": max, "whole": whole}
     return field(default=default, metadata={"help": help, "agree": agree, **limits})
 
 
@@ -106,6 +107,7 @@ class Config:
         "threads that help with large reductions while a rank waits (-1 = up to 3, on spare cores)",
         min=-1,
         max=64,
+        whole=True,
     )
     network_interfaces: str = _setting(
         "", "interfaces of the control connections, separated by commas (empty = any)"
@@ -184,7 +186,8 @@ def allowed(setting: Field[Any]) -> str:
     words = [f"≥ {limits['min']:g}"] if limits["min"] > -math.inf else []
     words += [f"> {limits['above']:g}"] if limits["above"] > -math.inf else []
     words += [f"≤ {limits['max']:g}"] if limits["max"] < math.inf else []
-    return " ".join(["a number", " and ".join(words)]).strip()
+    number = "a whole number" if limits["whole"] else "a number"
+    return " ".join([number, " and ".join(words)]).strip()
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -202,7 +205,9 @@ def _checked(setting: Field[Any], value: Any, source: str) -> Value:
         limits = setting.metadata
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             number = float(value)
-            if limits["min"] <= number <= limits["max"] and limits["above"] < number < math.inf:
+            inside = limits["min"] <= number <= limits["max"]
+            inside = inside and limits["above"] < number < math.inf
+            if inside and (number.is_integer() or not limits["whole"]):
                 return number
     elif isinstance(value, str):
         return _checked_text(setting, value, source)

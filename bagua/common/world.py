@@ -246,7 +246,12 @@ def mpi_threads_supported() -> bool:
 
 
 def counters() -> dict[str, int]:
-    """Bytes sent, exchanges run and control messages sent by this rank since init."""
+    """What this rank has done since init.
+
+    `sent_nbytes` counts bytes given to messages; exchanges inside a machine need none, where they
+    go through shared memory. `touched_nbytes` counts bytes of memory that exchanges read or wrote,
+    `exchanges` how many there were, `control_messages` what the ranks said to agree on them.
+    """
     return dict(world().engine.counters())
 
 

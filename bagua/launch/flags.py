@@ -171,7 +171,7 @@ def _add_job_flags(group: Any) -> None:
     group.add_argument(
         "--fault-tolerant",
         action="store_true",
-        help="survivors of a dead rank go on (Open MPI 5, MPICH)",
+        help="survivors of a dead rank are not ended; they get its PeerError (Open MPI 5, MPICH)",
     )
     group.add_argument(
         "--config-file", metavar="FILE", help="flags in YAML, JSON or TOML; the command line wins"

@@ -323,11 +323,13 @@ class Gradients:
         digest = repr(mine)
         me = self._process_set.ranks[0]
         first = broadcast_object(mine, me, process_set=self._process_set)
-        problem = None if repr(first) == digest else _first_difference(first, mine)
-        problems = allgather_object(problem, process_set=self._process_set)
-        for rank, text in zip(self._process_set.ranks, problems):
+        own = f"rank {world().rank}"
+        problem = (
+            None if repr(first) == digest else _first_difference(first, mine, f"rank {me}", own)
+        )
+        for text in allgather_object(problem, process_set=self._process_set):
             if text is not None:
-                raise UsageError(f"parameters differ between rank {me} and rank {rank}: {text}")
+                raise UsageError(f"parameters differ between ranks: {text}")
 
     # The next two agree by sums, which also a rank that has joined takes part in.
 
@@ -433,8 +435,10 @@ def _checked_names(
     return names
 
 
-def _first_difference(theirs: Sequence[Any], mine: Sequence[Any]) -> str:
+def _first_difference(
+    theirs: Sequence[Any], mine: Sequence[Any], their_rank: str, my_rank: str
+) -> str:
     for a, b in zip(theirs, mine):
         if a != b:
-            return f"{a} there, {b} here (name, dtype, shape, strides)"
-    return f"{len(theirs)} parameters there, {len(mine)} here"
+            return f"{a} on {their_rank}, {b} on {my_rank} (name, dtype, shape, strides)"
+    return f"{len(theirs)} parameters on {their_rank}, {len(mine)} on {my_rank}"

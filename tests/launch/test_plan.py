@@ -69,9 +69,10 @@ def test_the_mpirun_beside_this_python_is_preferred(tmp_path, monkeypatch):
 
 LINE = "-np 3 -H localhost:4 --bind-to socket -x A=1 -p 22 --mpi-args=--extra true"
 GOLDEN = {
-    "Open MPI 5": "-np 3 -H localhost:4 --bind-to package"
+    "Open MPI 5": "-np 3 -H localhost:4 --bind-to package:overload-allowed"
     " --prtemca plm_ssh_args -p 22 -x A=1 --extra",
-    "Open MPI 4": "-np 3 -H localhost:4 --bind-to socket --mca plm_rsh_args -p 22 -x A=1 --extra",
+    "Open MPI 4": "-np 3 -H localhost:4 --bind-to socket:overload-allowed"
+    " --mca plm_rsh_args -p 22 -x A=1 --extra",
     "Intel MPI": "-np 3 -hosts localhost -ppn 4 -genv I_MPI_PIN_DOMAIN socket -genv A 1 --extra",
     "MPICH": "-np 3 -hosts localhost:4 -bind-to socket -genv A 1 --extra",
 }
