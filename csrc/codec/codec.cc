@@ -100,6 +100,9 @@ Coding parse_coding(const std::string& text) {
       names += (names.empty() ? "" : ", ") + std::string(codec.name);
     throw UsageError("there is no codec " + text + "; there are " + names);
   }
+  std::string rest;
+  const bool plain = kept.find_first_not_of("0123456789") == std::string::npos;
+  if (!plain || words >> rest) throw UsageError(text + " is not codec:kept:values");
   if (coding.kept < 1 || coding.kept > TopK::kChunk)
     throw UsageError("topk keeps 1 to 4096 values of 4096, not " + kept);
   if (coding.values->block > MinMaxU8::kBlock)

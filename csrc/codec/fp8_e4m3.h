@@ -29,7 +29,7 @@ struct Fp8E4M3 {
   }
   BAGUA_BOTH static uint32_t code(float x, const Coder& c) {
     const uint32_t u = bits_of(x * c.inverse);
-    const uint32_t sign = u >> 24 & 0x80u;
+    const uint32_t sign = bits_of(x) >> 24 & 0x80u;  // that of 0 * Inf is the processor's choice
     uint32_t magnitude = u & 0x7fffffffu;
     const uint32_t greatest = 0x43e00000u;  // of 448
     magnitude = magnitude < greatest ? magnitude : greatest;

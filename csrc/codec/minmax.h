@@ -5,7 +5,8 @@
 //
 // in float32, in this order, without fused multiply-add. A constant block decodes exactly; a block
 // that holds a NaN or an Inf decodes to NaN, so that whoever scales losses sees it. The error is at
-// most step/2 as long as hi - lo is a finite number.
+// most step/2, unless hi - lo is no finite number, or so small that 1/step is none (then all values
+// decode to lo).
 #pragma once
 
 #include "codec/format.h"
@@ -27,7 +28,8 @@ struct MinMax {
   };
 
   BAGUA_BOTH static Head head_of(const Extremes<float, int32_t>& all, int) {
-    return {all.bad ? not_a_number() : all.lo, all.hi / kTop - all.lo / kTop};
+    if (all.bad) return {not_a_number(), 0.0f};
+    return {all.lo, all.hi / kTop - all.lo / kTop};
   }
   BAGUA_BOTH static Coder coder_of(const Head& head) {
     return {head.lo, head.step, inverse_or_zero(head.step)};

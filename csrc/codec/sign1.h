@@ -18,7 +18,8 @@ struct Sign1 {
 
   BAGUA_BOTH static Head head_of(const AbsoluteSum<float, int32_t>& all, int n) {
     const float mean = all.sum * (2048.0f / static_cast<float>(n));
-    return {is_finite(mean) ? mean : not_a_number()};
+    const float most = from_bits(0x7f7fffffu);  // a mean of numbers is one, rounded up or not
+    return {is_finite(all.sum) ? lesser(mean, most) : not_a_number()};
   }
   BAGUA_BOTH static Coder coder_of(const Head& head) { return head; }
   BAGUA_BOTH static uint32_t code(float x, const Coder&) { return x < 0 ? 1u : 0u; }
