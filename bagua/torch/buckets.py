@@ -39,6 +39,8 @@ class _Claims:
 
 
 claims = _Claims()
+# Gradients that are exchanged in place now; a user may make one that of two parameters.
+_lent: set[int] = set()
 
 
 class Slot:
@@ -106,7 +108,6 @@ class Bucket:
         self._large = self.arena.large if linear else [False] * len(self.slots)
         # Gradients that were taken from their parameters while they are exchanged.
         self._away: list[tuple[Slot, torch.Tensor]] = []
-        self._left: list[int] | None = None  # by locate(): what cannot be exchanged where it is
 
     def _lay_out(self, dtype: torch.dtype) -> None:
         if memoryview(self.arena).nbytes == 0:
@@ -121,21 +122,27 @@ class Bucket:
     def launch(self, urgency: Urgency = Urgency.NOW) -> None:
         """Starts the exchange; the arena must not be touched until `deliver`."""
         self.stale = False
-        with torch.no_grad():
-            self._gather()
-        self.handle = core.launch(self.arena, urgency, self._notices)
+        try:
+            with torch.no_grad():
+                self._gather(urgency)
+            self.handle = core.launch(self.arena, urgency, self._notices)
+        except BaseException:
+            self._take_back()
+            raise
         for slot, _ in self._away:
             slot.param.grad = None  # what backward adds from now on must not land there
 
-    def _gather(self) -> None:
+    def _gather(self, urgency: Urgency) -> None:
         """Brings gradients that are elsewhere into the arena; none means zeros.
 
-        All but those that are to be exchanged where they are, and large ones: that costs less.
+        When backward is over nothing writes to gradients, and most may be read where they are. The
+        results of large ones also go there: that costs less.
         """
         views, grads = [], []
         self._away = []
-        left, self._left = self._left, None
-        for i in core.gather(self._params, self._notices) if left is None else left:
+        reads = urgency == Urgency.WAITED and self.arena.movable
+        gather = core.locate if reads else core.gather
+        for i in gather(self._params, self._notices):
             slot = self.slots[i]
             grad = slot.param.grad
             if grad is None or (grad.is_sparse and slot.may_be_sparse):
@@ -147,6 +154,7 @@ class Bucket:
             elif self._large[i] and _may_be_moved(slot, grad):
                 slot.notice.lend(grad, grad.data_ptr())
                 self._away.append((slot, grad))
+                _lent.add(id(grad))
             else:
                 views.append(slot.view)
                 grads.append(grad)
@@ -178,8 +186,13 @@ class Bucket:
         try:
             handle.wait()  # type: ignore[union-attr]
         except BaseException:
+            self._take_back()
             self._away = []  # what they hold now is nobody's gradient
             raise
+        self._take_back()
+
+    def _take_back(self) -> None:
+        _lent.difference_update(id(grad) for _, grad in self._away)
 
     def discard(self) -> None:
         """Waits for the exchange without using its results; what it moved has gone with it."""
@@ -192,11 +205,7 @@ class Bucket:
 
     def _cast_back(self) -> None:
         for slot in self.slots:
-            grad = slot.param.grad
-            if grad is None or grad.is_sparse:
-                slot.param.grad = slot.view.to(slot.param.dtype)
-            else:
-                grad.copy_(slot.view)
+            slot.param.grad = slot.view.to(slot.param.dtype)
 
     def sums_again(self) -> bool:
         """Whether a gradient would be accumulated on top of an exchanged one that is no average.
@@ -204,19 +213,6 @@ class Bucket:
         Averaging an average changes nothing; summing a sum does.
         """
         return not self.averages and any(slot.param.grad is not None for slot in self.slots)
-
-
-def locate(buckets: Sequence[Bucket]) -> None:
-    """Lets buckets that are launched next exchange gradients where they are.
-
-    To be called when backward is over, so that nobody writes there until they are delivered.
-    """
-    for bucket in buckets:
-        if bucket.arena.movable and not claims.contested:
-            bucket._left = core.locate(bucket._params, bucket._notices)
-    if not core.apart([bucket._notices for bucket in buckets]):
-        for bucket in buckets:
-            bucket._left = None
 
 
 def _owner_count(tensor: torch.Tensor) -> int:
@@ -242,6 +238,7 @@ def _may_be_moved(slot: Slot, grad: torch.Tensor) -> bool:
         and grad.stride() == slot.view.stride()
         and not grad.is_conj()
         and not grad.is_neg()
+        and id(grad) not in _lent
         and _owner_count(grad) == _ONE_OWNER
         and not claims.contested
     )

@@ -26,7 +26,7 @@ from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.objects import allgather_object, broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
-from bagua.torch.buckets import Bucket, Plan, Slot, claims, dtype_name, locate
+from bagua.torch.buckets import Bucket, Plan, Slot, claims, dtype_name
 from bagua.torch.loose import Loose
 
 _optimizer_numbers = itertools.count()
@@ -156,7 +156,7 @@ class Gradients:
         alive = [other for other in (ref() for ref in _in_backward.pop(self._task, [])) if other]
         for other in sorted(alive, key=lambda gradients: gradients._number):
             if not other._silent:
-                other._launch_rest(alone=len(alive) == 1)
+                other._launch_rest()
         if self._silent:
             self._passes += not self.paused
             return
@@ -181,22 +181,17 @@ class Gradients:
         self._exchanged = True
         self._unshared = False
 
-    def _launch_rest(self, alone: bool = True) -> None:
-        """Launches what is not under way; once. What goes wrong is told by `_exchange`.
-
-        `alone`: no other gradients are under way meanwhile, which may share memory with these.
-        """
+    def _launch_rest(self) -> None:
+        """Launches what is not under way; once. What goes wrong is told by `_exchange`."""
         if self._all_launched:
             return
         self._all_launched = True
         try:
             self._find_sparse()
             self._loose.launch()
-            rest = [bucket for bucket in self._buckets if bucket.handle is None]
-            if alone and len(rest) == len(self._buckets):
-                locate(rest)
-            for bucket in rest:
-                bucket.launch(Urgency.WAITED)
+            for bucket in self._buckets:
+                if bucket.handle is None:
+                    bucket.launch(Urgency.WAITED)
         except BaseException as error:
             self._launch_error = error
             self._refuse_rest(f"{type(error).__name__} on this rank: {error}")

@@ -104,6 +104,7 @@ HandlePtr Bucket::launch(Engine::Urgency urgency, const std::vector<Place>& plac
   bool scattered = false;
   for (const Place& place : places) {
     const int part = part_of_.at(static_cast<size_t>(place.slot));
+    if (part >= 0 && !place.in_place) throw InternalError("a large slot is exchanged in place");
     if (part >= 0) request->parts[static_cast<size_t>(part)] = {place.data, place.data};
     scattered = scattered || part < 0;
   }
@@ -124,8 +125,10 @@ std::vector<Fragment> Bucket::fragments_of(const std::vector<Place>& places) con
     const auto at = static_cast<size_t>(slot);
     while (place != places.end() && place->slot < slot) ++place;
     const bool elsewhere = place != places.end() && place->slot == slot;
-    char* data = elsewhere ? place->data : arena_.get() + begins_[at] * item;
-    if (counts_[at] > 0) fragments.push_back({begins_[at], counts_[at], data, data});
+    char* own = arena_.get() + begins_[at] * item;
+    char* in = elsewhere ? place->data : own;
+    if (counts_[at] > 0)
+      fragments.push_back({begins_[at], counts_[at], in, elsewhere && place->in_place ? in : own});
   }
   return fragments;
 }

@@ -52,6 +52,7 @@ class Bucket {
   struct Place {
     int slot;
     char* data;
+    bool in_place = true;  // else the result goes to the arena; not of a large slot
   };
   HandlePtr launch(Engine::Urgency urgency, const std::vector<Place>& places = {},
                    std::shared_ptr<void> keepalive = nullptr);

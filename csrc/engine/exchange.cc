@@ -93,6 +93,43 @@ void on_stretches(const std::vector<Tensor>& tensors, Group& group, const Workbe
   }
 }
 
+// Whether what one tensor's result overwrites is another one's, too.
+bool overlap(const std::vector<Tensor>& tensors) {
+  struct Range {
+    const char* begin;
+    const char* end;
+    size_t tensor;
+  };
+  std::vector<Range> ranges;
+  ranges.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].fragments) continue;  // a bucket's results go to its arena
+    ranges.push_back({tensors[i].out, tensors[i].out + tensors[i].nbytes(), i});
+    if (tensors[i].in != tensors[i].out)
+      ranges.push_back({tensors[i].in, tensors[i].in + tensors[i].nbytes(), i});
+  }
+  const auto before = [](const Range& a, const Range& b) { return a.begin < b.begin; };
+  if (!std::is_sorted(ranges.begin(), ranges.end(), before))
+    std::sort(ranges.begin(), ranges.end(), before);
+  for (size_t i = 1; i < ranges.size(); ++i)
+    if (ranges[i].begin < ranges[i - 1].end && ranges[i].tensor != ranges[i - 1].tensor)
+      return true;
+  return false;
+}
+
+// Tied weights, or a tensor and its view: all are read before any is written. Which tensors make a
+// stretch does not change, since other ranks may see no overlap.
+std::vector<std::vector<char>> take_apart(std::vector<Tensor>& tensors) {
+  std::vector<std::vector<char>> copies;
+  if (tensors.size() < 2 || !overlap(tensors)) return copies;
+  for (Tensor& t : tensors) {
+    if (t.fragments) continue;
+    copies.emplace_back(t.in, t.in + t.nbytes());
+    t.in = copies.back().data();
+  }
+  return copies;
+}
+
 // Scales everything, in the place where the results go.
 void scale_all(Job& job, double factor) {
   if (job.data) return scale(job.dtype, job.data, job.count, factor);
@@ -120,7 +157,9 @@ void exchange_allreduce(const std::vector<RequestPtr>& requests, Group& group,
   const bool fuse = d.op != ReduceOp::kAdasum && d.codec.empty();
   Coding coding;
   if (!d.codec.empty()) coding = parse_coding(d.codec);
-  on_stretches(tensors_by_dtype(requests), group, bench, fuse, [&](Job& job) {
+  std::vector<Tensor> tensors = tensors_by_dtype(requests);
+  const auto copies = take_apart(tensors);
+  on_stretches(tensors, group, bench, fuse, [&](Job& job) {
     job.op = d.op;
     job.finish = finish;
     if (coding.codec) {

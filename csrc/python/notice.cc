@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "engine/bucket.h"
+#include "engine/exchange.h"
 #include "python/handle.h"
 #include "python/plain.h"
 
@@ -26,8 +27,9 @@ struct Notice {
   int slot;
   PyObject* view;  // the slot's place in the arena, as a tensor
   Plain place;     // the same; no data if it cannot be written from here
-  PyObject* grad;  // what is exchanged where it is, until deliver(); or null
+  PyObject* grad;  // what the next exchange reads, where it is, instead of the arena; or null
   char* data;      // its memory
+  bool lent;       // which the result goes to, too
 };
 
 PyTypeObject* notice_type;
@@ -50,9 +52,10 @@ PyObject* grad_of(PyObject* param) {
   return grad;
 }
 
-void lend(Notice& notice, PyObject* grad, char* data) {
+void read_at(Notice& notice, PyObject* grad, char* data, bool lent) {
   Py_XSETREF(notice.grad, new_ref(grad));
   notice.data = data;
+  notice.lent = lent;
 }
 
 // Whether the gradient is in the arena already, or read, in memory like the slot's.
@@ -72,11 +75,14 @@ bool bring(Notice& notice, PyObject* grad) {
   return true;
 }
 
-// Plans to exchange the gradient where it is. False: that is left to the caller.
+// Lets the exchange read the gradient where it is. Nothing is written there: autograd and its users
+// may hold the same memory by other names. False: that is left to the caller.
 bool find(Notice& notice, PyObject* grad) {
   Plain source;
   if (!read_grad(notice, grad, source)) return false;
-  if (grad != notice.view) lend(notice, grad, source.data);
+  if (grad == notice.view) return true;
+  if (nbytes_of(source) >= kLoneNbytes) return false;
+  read_at(notice, grad, source.data, false);
   return true;
 }
 
@@ -84,7 +90,7 @@ bool find(Notice& notice, PyObject* grad) {
 void take(Notice& notice, PyObject* param) {
   PyObject* now = grad_of(param);
   Py_DECREF(now);
-  PyObject* result = notice.grad ? notice.grad : notice.view;
+  PyObject* result = notice.grad && notice.lent ? notice.grad : notice.view;
   if (now != result && PyObject_SetAttr(param, grad_name, result) != 0)
     throw py::error_already_set();
   Py_CLEAR(notice.grad);
@@ -120,11 +126,11 @@ PyObject* unbind(PyObject* self, PyObject*) {
   return new_ref(Py_None);
 }
 
-// lend(gradient, address): this time it is exchanged where it is.
+// lend(gradient, address): this time it is exchanged in place.
 PyObject* lend_method(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     if (count != 2) throw py::type_error("lend takes 2 arguments");
-    lend(as_notice(self), args[0], reinterpret_cast<char*>(as_int(args[1])));
+    read_at(as_notice(self), args[0], reinterpret_cast<char*>(as_int(args[1])), true);
     return new_ref(Py_None);
   });
 }
@@ -170,7 +176,7 @@ PyObject* make_notice(PyObject*, PyObject* decide) {
 
 PyMethodDef methods[] = {
     {"bind", as_method(bind), METH_FASTCALL, "From now on this gradient is a slot of a bucket."},
-    {"lend", as_method(lend_method), METH_FASTCALL, "This gradient is exchanged where it is."},
+    {"lend", as_method(lend_method), METH_FASTCALL, "This gradient is exchanged in place."},
     {"unbind", unbind, METH_NOARGS, "From now on every call is passed on."},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -216,26 +222,7 @@ PyObject* locate(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return try_all(args, count, find);
 }
 
-// apart(lists of notices): whether no two gradients that are to be exchanged where they are share
-// memory. Autograd gives one tensor's memory to two parameters when one is the other's view.
-PyObject* apart(PyObject*, PyObject* lists) {
-  return guarded([&] {
-    std::vector<std::pair<const char*, const char*>> ranges;
-    for (Py_ssize_t i = 0; i < PyList_Size(lists); ++i) {
-      PyObject* list = PyList_GET_ITEM(lists, i);
-      for (Py_ssize_t j = 0; j < PyList_Size(list); ++j) {
-        const Notice& notice = as_notice(PyList_GET_ITEM(list, j));
-        if (notice.grad) ranges.emplace_back(notice.data, notice.data + nbytes_of(notice.place));
-      }
-    }
-    std::sort(ranges.begin(), ranges.end());
-    for (size_t i = 1; i < ranges.size(); ++i)
-      if (ranges[i].first < ranges[i - 1].second) return new_ref(Py_False);
-    return new_ref(Py_True);
-  });
-}
-
-// launch(bucket, urgency, notices): starts its exchange, each gradient where it is.
+// launch(bucket, urgency, notices): starts its exchange, reading each gradient where it is.
 PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     if (count != 3) throw py::type_error("launch takes 3 arguments");
@@ -246,7 +233,7 @@ PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t count) {
     for (Py_ssize_t i = 0; i < PyList_Size(args[2]); ++i) {
       const Notice& notice = as_notice(PyList_GET_ITEM(args[2], i));
       if (!notice.grad) continue;
-      places.push_back({notice.slot, notice.data});
+      places.push_back({notice.slot, notice.data, notice.lent});
       owners.append(py::handle(notice.grad));
     }
     auto owner = places.empty() ? nullptr : keep(owners.ptr());
@@ -290,8 +277,7 @@ PyObject* unchanged(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyMethodDef functions[] = {
     {"gather", as_method(gather), METH_FASTCALL, "Copies small gradients into the arena."},
-    {"locate", as_method(locate), METH_FASTCALL, "Plans to exchange gradients where they are."},
-    {"apart", apart, METH_O, "Whether what is to be exchanged where it is shares no memory."},
+    {"locate", as_method(locate), METH_FASTCALL, "Lets an exchange read gradients where they are."},
     {"launch", as_method(launch), METH_FASTCALL, "Starts the exchange of a bucket."},
     {"deliver", as_method(deliver), METH_FASTCALL, "Makes results the parameters' gradients."},
     {"unchanged", as_method(unchanged), METH_FASTCALL, "Whether these are still the parameters."},

@@ -90,28 +90,6 @@ def test_gradients_of_all_sizes(everyone, hvd, set_to_none):
     assert_same_everywhere(hvd, model)
 
 
-@pytest.mark.parametrize("optimizer_count", [1, 2])
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("width", [3, 100000])
-def test_gradients_that_share_memory(everyone, hvd, width, groups, optimizer_count):
-    """Autograd gives both parameters views of one tensor, which must not be exchanged twice."""
-    params = [nn.Parameter(torch.zeros(2, width)) for _ in range(2)]
-    optimizers = [
-        hvd.DistributedOptimizer(torch.optim.SGD(part, lr=1.0), op=hvd.Sum, num_groups=groups)
-        for part in ([params] if optimizer_count == 1 else [params[:1], params[1:]])
-    ]
-    for _ in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        total = params[0].view(-1) + params[1].view(-1)
-        (total * (everyone.me + 1)).sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    right = -3.0 * sum(range(1, everyone.size + 1))
-    for param in params:
-        assert torch.equal(param, torch.full_like(param, right))
-
-
 def test_torch_that_does_not_count_owners(everyone, hvd, monkeypatch):
     """Then large gradients are copied like others."""
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
@@ -870,7 +848,7 @@ def test_models_that_differ_between_ranks(everyone, hvd):
     if everyone.size == 1:
         hvd.DistributedOptimizer(sgd, model.named_parameters())
         return
-    with pytest.raises(hvd.UsageError, match=f"rank 0 and rank {everyone.size - 1}.*bias"):
+    with pytest.raises(hvd.UsageError, match=f"bias.*on rank 0.*on rank {everyone.size - 1}"):
         hvd.DistributedOptimizer(sgd, model.named_parameters())
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == everyone.size
 

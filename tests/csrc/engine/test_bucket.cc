@@ -100,7 +100,8 @@ TEST(Bucket, SumsSlotsWhereTheyAre) {
               reinterpret_cast<float*>(bucket.data()) + bucket.begins()[static_cast<size_t>(slot)];
           here[slot].assign(counts[static_cast<size_t>(slot)], static_cast<float>(rank + step));
           if ((slot + step + rank) % 3) {
-            places.push_back({slot, reinterpret_cast<char*>(here[slot].data())});
+            places.push_back(
+                {slot, reinterpret_cast<char*>(here[slot].data()), slot == 4 || step % 2});
           } else {
             std::copy(here[slot].begin(), here[slot].end(), data);
           }
@@ -110,11 +111,15 @@ TEST(Bucket, SumsSlotsWhereTheyAre) {
         auto place = places.begin();
         for (const int slot : {0, 2, 3, 4, 5}) {
           const bool elsewhere = place != places.end() && place->slot == slot;
-          const auto* data = elsewhere ? here[slot].data()
-                                       : reinterpret_cast<float*>(bucket.data()) +
-                                             bucket.begins()[static_cast<size_t>(slot)];
+          const bool in_place = elsewhere && place->in_place;
+          const auto* own =
+              reinterpret_cast<float*>(bucket.data()) + bucket.begins()[static_cast<size_t>(slot)];
+          const auto* data = in_place ? here[slot].data() : own;
           if (elsewhere) ++place;
           for (const int64_t i : {0, 1, 2}) EXPECT_EQ(data[i], right) << "slot " << slot;
+          if (elsewhere && !in_place) {
+            EXPECT_EQ(here[slot][0], static_cast<float>(rank + step)) << "only read";
+          }
         }
       }
     });
