@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from typing import ClassVar, Protocol, TypeVar
 
+from bagua.algorithms.exchange import LOSSY, Exchange
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 
@@ -30,34 +33,13 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """What happens to one bucket in one step."""
-
-    what: str = "grad"  # what travels
-    collective: str = "auto"  # a row of the engine's table, or "auto"
-    codec: str = "raw"  # the wire format
-    when: str = "backward"  # during backward; the result is there when backward returns
-    op: ReduceOp = ReduceOp.Average
-
-    # What this version can carry out.
-    _known: ClassVar[dict[str, tuple[str, ...]]] = {
-        "what": ("grad",),
-        "collective": ("auto",),
-        "codec": ("raw",),
-        "when": ("backward",),
-    }
-
-    def __post_init__(self) -> None:
-        for field, known in self._known.items():
-            value = getattr(self, field)
-            if value not in known:
-                raise UsageError(
-                    f"exchange {field}={value!r} is not in this version; known: {', '.join(known)}"
-                )
-
-
 class Algorithm:
-    """Base of all algorithms. Subclass as a frozen dataclass, give it a `name`, write `plan`.
+    """How replicas communicate: choices that can be combined, or a subclass with a `plan`.
+
+    >>> Algorithm(codec="minmax_u8", error_feedback=True)
+    Algorithm(codec='minmax_u8', error_feedback=True)
+
+    A subclass is a frozen dataclass with a `name`: other defaults, or its own `plan`.
 
     >>> @register
     ... @dataclass(frozen=True)
@@ -70,11 +52,66 @@ class Algorithm:
     SumOfGradients()
     """
 
+    what: str = "grad"
+    codec: str = "raw"
+    peers: str = "all"
+    when: str = "backward"
+    every: int = 1
+    op: ReduceOp = ReduceOp.Average
+    hierarchical: bool = False
+    error_feedback: bool | None = None
+    density: float = 0.01
+    values: str = "raw"
+    # Parameters that travel as they are, whatever the codec: patterns of names, or a function of
+    # name and shape. None: norms and biases, where the codec loses more than a rounding.
+    exact: Sequence[str] | Callable[[str, tuple[int, ...]], bool] | None = None
     name: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        if self.peers != "all":
+            raise UsageError(f"peers={self.peers!r} is not in this version; known: all")
+        if self.every != 1:
+            raise UsageError(f"every={self.every} is not in this version; known: 1")
+        if isinstance(self.exact, str):
+            raise UsageError(f"exact is a list of patterns, not one: exact=[{self.exact!r}]")
+        self._exchange()
+
+    def __repr__(self) -> str:
+        chosen = [
+            f"{f.name}={_said(getattr(self, f.name))}"
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        ]
+        return f"{type(self).__name__}({', '.join(chosen)})"
 
     def plan(self, bucket: BucketInfo, world: Ranks, step: int) -> Exchange:
         """What to do with this bucket in this step; the same on every rank."""
-        raise NotImplementedError(f"{type(self).__name__} has no plan")
+        return self._exchange()
+
+    def keeps_exact(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether this parameter's values travel as they are."""
+        if self.exact is None:
+            return self.codec in LOSSY and len(shape) < 2
+        if callable(self.exact):
+            return bool(self.exact(name, shape))
+        return any(fnmatchcase(name, pattern) for pattern in self.exact)
+
+    def _exchange(self) -> Exchange:
+        return Exchange(
+            what=self.what,
+            codec=self.codec,
+            when=self.when,
+            op=self.op,
+            hierarchical=self.hierarchical,
+            error_feedback=self.error_feedback,
+            density=self.density,
+            values=self.values,
+        )
+
+
+def _said(value: object) -> str:
+    """The same in every process, also of a function."""
+    return getattr(value, "__qualname__", repr(value))
 
 
 _REGISTRY: dict[str, type[Algorithm]] = {}
@@ -86,6 +123,7 @@ def register(algorithm: _A) -> _A:
     """Makes an algorithm known by its name."""
     if not algorithm.name:
         raise UsageError(f"{algorithm.__name__} needs a name to be registered")
+    algorithm.__repr__ = Algorithm.__repr__  # type: ignore[method-assign]
     _REGISTRY[algorithm.name] = algorithm
     return algorithm
 

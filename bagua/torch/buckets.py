@@ -7,12 +7,13 @@ shape and strides; after an exchange it is the parameter's gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from bagua.algorithms import Algorithm, BucketInfo
+from bagua.algorithms import Algorithm, BucketInfo, Exchange
 from bagua.common.core import core
 from bagua.common.errors import UsageError
 from bagua.common.kinds import DTYPE_NUMBER, ReduceOp, Urgency
@@ -46,7 +47,18 @@ _lent: set[int] = set()
 class Slot:
     """One parameter's place in a bucket."""
 
-    __slots__ = ("bucket", "index", "may_be_sparse", "name", "notice", "number", "param", "view")
+    __slots__ = (
+        "bucket",
+        "exact",
+        "index",
+        "may_be_sparse",
+        "name",
+        "notice",
+        "number",
+        "param",
+        "residuals",
+        "view",
+    )
 
     def __init__(self, name: str, param: torch.Tensor, number: int) -> None:
         self.name = name
@@ -56,6 +68,9 @@ class Slot:
         self.index = -1
         self.view: torch.Tensor = torch.empty(0)
         self.notice: Any = None  # the engine's hook
+        self.exact = True  # no codec
+        # What encoding has lost of this rank's values, and of the means that it encodes.
+        self.residuals: list[torch.Tensor] = []
         self.may_be_sparse = False  # then its gradient is none of the bucket's business
 
     def enter(self, bucket: Bucket, index: int, view: torch.Tensor) -> None:
@@ -76,10 +91,11 @@ class Bucket:
         info: BucketInfo,
         slots: Sequence[Slot],
         dtype: torch.dtype,
-        op: ReduceOp,
+        exchange: Exchange,
         scales: tuple[float, float],
         process_set: ProcessSet,
     ) -> None:
+        op = exchange.op
         self.name = name
         self.info = info
         self.slots = list(slots)
@@ -95,6 +111,9 @@ class Bucket:
             postscale=scales[1],
             set=process_set._id(),
             priority=-info.index,
+            codec=exchange.wire,
+            exact_in_nodes=exchange.hierarchical,
+            feedback=exchange.feeds_back,
         )
         self.ready = self.arena.ready
         self.count_quietly = self.arena.count_quietly
@@ -114,10 +133,11 @@ class Bucket:
             flat = torch.empty(0, dtype=dtype)
         else:
             flat = torch.frombuffer(self.arena, dtype=dtype)
+        lost = [torch.frombuffer(memory, dtype=torch.float32) for memory in self.arena.residuals]
         for index, (slot, begin) in enumerate(zip(self.slots, self.arena.begins)):
-            slot.enter(
-                self, index, _view_like(flat[begin : begin + slot.param.numel()], slot.param)
-            )
+            place = slice(begin, begin + slot.param.numel())
+            slot.enter(self, index, _view_like(flat[place], slot.param))
+            slot.residuals = [residual[place] for residual in lost]
 
     def launch(self, urgency: Urgency = Urgency.NOW) -> None:
         """Starts the exchange; the arena must not be touched until `deliver`."""
@@ -289,19 +309,24 @@ class Plan:
         return buckets
 
     def _split(self, run: Sequence[Slot], cut: bool) -> list[list[Slot]]:
-        """The run by element type, each at most the bucket size, or one tensor."""
+        """The run by element type and codec, each at most the bucket size, or one tensor."""
         done: list[list[Slot]] = []
-        filling: dict[torch.dtype, tuple[list[Slot], int]] = {}
+        filling: dict[tuple[torch.dtype, bool], tuple[list[Slot], int]] = {}
         for slot in run:
-            dtype = slot.param.dtype
-            slots, nbytes = filling.get(dtype, ([], 0))
+            slot.exact = self._is_exact(slot)
+            kind = (slot.param.dtype, slot.exact)
+            slots, nbytes = filling.get(kind, ([], 0))
             more = slot.param.numel() * slot.param.element_size()
             if slots and cut and nbytes + more > self.bucket_nbytes:
                 done.append(slots)
                 slots, nbytes = [], 0
             slots.append(slot)
-            filling[dtype] = (slots, nbytes + more)
+            filling[kind] = (slots, nbytes + more)
         return done + [slots for slots, _ in filling.values() if slots]
+
+    def _is_exact(self, slot: Slot) -> bool:
+        coded = slot.param.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        return not coded or self.algorithm.keeps_exact(slot.name, tuple(slot.param.shape))
 
     def _bucket(self, index: int, slots: Sequence[Slot], step: int) -> Bucket:
         # All of them are ready at the launch; the optimizer likes to find them in its own order.
@@ -313,5 +338,8 @@ class Plan:
         name = f"{self.prefix}.bucket.{self._generation}.{index}"
         info = BucketInfo(name, index, dtype_name(dtype), count, count * dtype.itemsize)
         exchange = self.algorithm.plan(info, world(), step)
-        op = exchange.op if self.op is None else self.op
-        return Bucket(name, info, slots, dtype, op, self.scales, self.process_set)
+        if slots[0].exact:
+            exchange = replace(exchange, codec="raw", error_feedback=None)
+        if self.op is not None:
+            exchange = replace(exchange, op=self.op)
+        return Bucket(name, info, slots, dtype, exchange, self.scales, self.process_set)

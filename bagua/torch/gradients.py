@@ -52,6 +52,8 @@ class Gradients:
         algorithm: str | Algorithm,
     ) -> None:
         config = world().config
+        algorithm = find(algorithm)
+        _check_algorithm(algorithm, compression, process_set)
         self.passes_per_step = 1
         self.paused = False  # by no_sync
         self._optimizer = optimizer
@@ -66,7 +68,7 @@ class Gradients:
         )
         self._plan = Plan(
             f"optimizer.{self._number}",
-            find(algorithm),
+            algorithm,
             op,
             scales,
             process_set,
@@ -297,13 +299,18 @@ class Gradients:
         return self._names.setdefault(param, f"parameter.{len(self._names)}")
 
     def _rebuild(self, runs: Sequence[Sequence[Slot]]) -> None:
-        old = {slot: slot.view for bucket in self._buckets for slot in bucket.slots}
+        old = {
+            slot: (slot.view, slot.residuals) for bucket in self._buckets for slot in bucket.slots
+        }
         for slot in old:
             slot.leave()
         runs = [[slot for slot in run if not self._loose.has(slot.param)] for run in runs]
         runs = self._grouping.apply([slot for run in runs for slot in run]) or runs
         self._buckets = self._plan.build(runs, self._step, cut=not self._grouping)
-        for slot, view in old.items():
+        for slot, (view, residuals) in old.items():
+            # What was lost of means stays behind: another rank may encode them now.
+            for before, now in zip(residuals[:1], slot.residuals):
+                now.copy_(before)
             if slot.param.grad is view and slot.param in self._slots:
                 slot.view.copy_(view)
                 slot.param.grad = slot.view
@@ -399,6 +406,19 @@ class _Grouping:
             size = -(-len(slots) // self._num_groups)
             return [list(slots[at : at + size]) for at in range(0, len(slots), max(size, 1))]
         return []
+
+
+def _check_algorithm(algorithm: Algorithm, compression: Any, process_set: ProcessSet) -> None:
+    """Ranks that communicate in different ways must hear so by name."""
+    if algorithm.codec != "raw" and (compression.custom or compression.wire_dtype is not None):
+        raise UsageError(f"compression= and an algorithm with a codec, {algorithm!r}: choose one")
+    everyone = allgather_object(repr(algorithm), process_set=process_set)
+    for rank, theirs in zip(process_set.ranks, everyone):
+        if theirs != everyone[0]:
+            raise UsageError(
+                f"algorithms differ between ranks: {everyone[0]} on rank {process_set.ranks[0]}, "
+                f"{theirs} on rank {rank}"
+            )
 
 
 def _checked_names(

@@ -1,0 +1,214 @@
+"""Gradients through codecs, against one loop that simulates all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bagua.algorithms import Algorithm, ByteGrad, Exchange, TopK
+from bagua.algorithms.exchange import CODECS, LOSSY, NEED_FEEDBACK, VALUE_CODECS
+from bagua.common.core import core
+from bagua.common.world import world
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+
+SHAPES = [(7,), (60, 90), (3,), (2, 1000)]
+
+
+@pytest.fixture(params=[True, False], ids=["during backward", "after backward"])
+def overlap(request, monkeypatch, hvd):
+    monkeypatch.setattr(world(), "overlaps", lambda busy_threads: request.param)
+
+
+@pytest.fixture
+def keep_order(monkeypatch, hvd):
+    """Learning the order lays buckets out anew after the first step."""
+    config = dataclasses.replace(world().config, learn_bucket_order=False)
+    monkeypatch.setattr(world(), "config", config)
+
+
+def gradient(rank: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def travel(coding, values: np.ndarray, residual: np.ndarray | None) -> np.ndarray:
+    whole = values if residual is None else values + residual
+    whole = np.ascontiguousarray(whole, np.float32)
+    wire, said = np.empty(coding.wire_nbytes(whole.size), np.uint8), np.empty_like(whole)
+    coding.encode(whole, wire)
+    coding.decode(wire, said)
+    if residual is not None:
+        residual[:] = whole - said
+    return said
+
+
+class Simulation:
+    """All ranks: each slice goes to its owner, who encodes the mean."""
+
+    def __init__(self, exchange: Exchange, n: int, count: int) -> None:
+        name, kept, values = [*exchange.wire.split(":"), "41", "raw"][:3]
+        self.coding = core.Coding(name, int(kept), values)
+        self.n = n
+        blocks = -(-count // self.coding.block)
+        owned = [len(part) for part in np.array_split(np.arange(blocks), n)]
+        self.ends = np.minimum(np.cumsum(owned) * self.coding.block, count)
+        size = (n + 1, count)
+        self.residuals = np.zeros(size, np.float32) if exchange.feeds_back else [None] * (n + 1)
+
+    def mean(self, values: np.ndarray) -> np.ndarray:
+        if self.n == 1:
+            return values[0]
+        result, begin = np.empty_like(values[0]), 0
+        for end in self.ends:
+            place = slice(begin, end)
+            lost = [r if r is None else r[place] for r in self.residuals]
+            total = np.zeros(end - begin, np.float32)
+            for rank in range(self.n):
+                total += travel(self.coding, values[rank][place], lost[rank])
+            result[place] = travel(self.coding, total / np.float32(self.n), lost[self.n])
+            begin = end
+        return result
+
+
+def algorithms():
+    yield from (Algorithm(codec=codec) for codec in CODECS if codec != "raw")
+    yield from (Algorithm(codec=codec, error_feedback=True) for codec in LOSSY)
+    yield TopK(hierarchical=False, density=0.2, values="minmax_u8")
+
+
+@pytest.mark.usefixtures("overlap", "keep_order")
+@pytest.mark.parametrize("algorithm", algorithms(), ids=repr)
+def test_is_what_one_loop_over_all_ranks_gives(everyone, hvd, algorithm):
+    params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.0), algorithm=algorithm)
+    coded = [i for i, s in enumerate(SHAPES) if not algorithm.keeps_exact("", s)]
+    count = sum(params[i].numel() for i in coded)
+    simulation = Simulation(algorithm.plan(None, None, 0), everyone.size, count)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        grads = [[gradient(r, step, shape) for shape in SHAPES] for r in range(everyone.size)]
+        sum((p * g).sum() for p, g in zip(params, grads[everyone.me])).backward()
+        flat = [np.concatenate([mine[i].numpy().ravel() for i in coded]) for mine in grads]
+        right = simulation.mean(np.stack(flat))
+        ours = np.concatenate([params[i].grad.numpy().ravel() for i in coded])
+        assert np.array_equal(ours, right), f"step {step}"
+        for i in set(range(len(SHAPES))) - set(coded):
+            mean = torch.stack([mine[i] for mine in grads]).mean(0)
+            torch.testing.assert_close(params[i].grad, mean)
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("overlap")
+def test_inside_one_machine_bytegrad_is_exact(everyone, hvd):
+    """Where the ranks share memory; those of one machine that do not are as far as any."""
+    if world().config.transport == "mpi":
+        return
+    param = nn.Parameter(torch.zeros(40, 50))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.0), algorithm="bytegrad")
+    (param * gradient(everyone.me, 0, (40, 50))).sum().backward()
+    mean = torch.stack([gradient(r, 0, (40, 50)) for r in everyone.ranks]).mean(0)
+    torch.testing.assert_close(param.grad, mean)
+    optimizer.step()
+
+
+@pytest.mark.usefixtures("overlap")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("codec", LOSSY)
+def test_replicas_learn_and_stay_equal(everyone, hvd, codec, dtype):
+    """In any precision; float64 travels as it is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 300), nn.LayerNorm(300), nn.ReLU(), nn.Linear(300, 1))
+    model.to(dtype)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.003),
+        model.named_parameters(),
+        algorithm=Algorithm(codec=codec, error_feedback=True, density=0.1),
+    )
+    generator = torch.Generator().manual_seed(everyone.me)
+    losses = []
+    for _ in range(60):
+        inputs = torch.randn(16, 8, generator=generator).to(dtype)
+        loss = (model(inputs) - inputs.sum(1, keepdim=True) / 8).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(hvd.allreduce(loss.detach().float())))
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    for theirs in hvd.allgather_object([p.detach() for p in model.parameters()]):
+        assert all(torch.equal(a, b) for a, b in zip(theirs, model.parameters()))
+
+
+def test_what_travels_exactly(hvd):
+    lossy = Algorithm(codec="minmax_u8")
+    assert lossy.keeps_exact("norm.weight", (300,))
+    assert not lossy.keeps_exact("linear.weight", (300, 8))
+    assert not Algorithm(codec="fp16").keeps_exact("norm.weight", (300,))
+    named = Algorithm(codec="minmax_u8", exact=["head.*"])
+    assert named.keeps_exact("head.weight", (10, 10))
+    assert not named.keeps_exact("norm.weight", (300,))
+    small = Algorithm(codec="minmax_u8", exact=lambda name, shape: shape[0] < 5)
+    assert small.keeps_exact("a", (4,))
+    assert "<lambda>" in repr(small)
+    assert " at 0x" not in repr(small)
+
+
+@pytest.mark.usefixtures("keep_order")
+@pytest.mark.parametrize("codec", CODECS)
+def test_bytes_on_the_wire(everyone, hvd, codec):
+    if codec == "raw":
+        return
+    count = 4096 * 12
+    param = nn.Parameter(torch.zeros(1, count))
+    algorithm = Algorithm(codec=codec)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.0), algorithm=algorithm)
+    for _ in range(3):
+        optimizer.zero_grad()
+        before = hvd.counters()["sent_nbytes"]
+        (param * gradient(everyone.me, 0, (1, count))).sum().backward()
+        sent = hvd.counters()["sent_nbytes"] - before
+    coding = Simulation(algorithm.plan(None, None, 0), everyone.size, count).coding
+    n = everyone.size
+    assert sent == 2 * (n - 1) * coding.wire_nbytes(count // n)
+    optimizer.step()
+
+
+def test_the_engine_knows_the_same_codecs(hvd):
+    assert tuple(core.build_info()["codecs"]) == CODECS
+    assert set(NEED_FEEDBACK) < set(LOSSY) < set(CODECS)
+    for values in VALUE_CODECS:
+        assert core.Coding("topk", 10, values).wire_nbytes(4096) > 20
+
+
+MISTAKES = {
+    "nearest": (lambda: Algorithm(codec="minmax_u9"), "did you mean 'minmax_u8'"),
+    "density": (lambda: TopK(density=0.0), "density"),
+    "sign1": (lambda: Algorithm(codec="sign1", error_feedback=False), "does not learn"),
+    "raw": (lambda: Algorithm(error_feedback=True), "loses something"),
+    "max": (lambda: Algorithm(codec="fp16", op=5), "sums and averages"),
+    "peers": (lambda: Algorithm(peers="shift_one"), "not in this version"),
+    "every": (lambda: ByteGrad(every=0), "not in this version"),
+    "pattern": (lambda: ByteGrad(exact="head.*"), "list of patterns"),
+}
+
+
+@pytest.mark.parametrize("mistake", list(MISTAKES))
+def test_what_makes_no_sense_is_refused_at_once(hvd, mistake):
+    make, words = MISTAKES[mistake]
+    with pytest.raises(hvd.UsageError, match=words):
+        make()
+
+
+def test_what_does_not_fit_the_optimizer_is_refused(everyone, hvd):
+    param = nn.Parameter(torch.zeros(4, 4))
+    sgd = torch.optim.SGD([param], lr=0.1)
+    for options in ({"op": hvd.Max}, {"op": hvd.Adasum}, {"compression": hvd.Compression.fp16}):
+        with pytest.raises(hvd.UsageError, match="codec"):
+            hvd.DistributedOptimizer(sgd, algorithm="bytegrad", **options)
+    if everyone.size > 1:
+        algorithm = Algorithm(codec="fp16") if everyone.me else ByteGrad()
+        with pytest.raises(hvd.UsageError, match=r"ByteGrad\(\) on rank 0.*fp16.*on rank 1"):
+            hvd.DistributedOptimizer(sgd, algorithm=algorithm)
