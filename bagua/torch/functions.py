@@ -74,8 +74,11 @@ def broadcast_optimizer_state(
 ) -> None:
     """Gives every rank the root's optimizer state and hyperparameters.
 
-    The others need not have any state yet. `model` is there for Horovod's sake and not needed.
+    The others need not have any state yet. What an algorithm keeps, as the errors of a codec, is
+    each rank's own and stays. `model` is there for Horovod's sake and not needed.
     """
+    # What an algorithm keeps is each rank's own.
+    optimizer = getattr(optimizer, "inner", optimizer)
     _check_same_groups(optimizer, process_set)
     is_root = rank() == root_rank
     tensors: list[torch.Tensor] = []

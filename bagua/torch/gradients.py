@@ -26,6 +26,7 @@ from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.objects import allgather_object, broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
+from bagua.torch import state
 from bagua.torch.buckets import Bucket, Plan, Slot, claims, dtype_name
 from bagua.torch.loose import Loose
 
@@ -332,6 +333,40 @@ class Gradients:
         for text in allgather_object(problem, process_set=self._process_set):
             if text is not None:
                 raise UsageError(f"parameters differ between ranks: {text}")
+
+    # ---- what is kept from step to step --------------------------------------------------------
+
+    def _in_order(self) -> list[Slot]:
+        return [slot for bucket in self._buckets for slot in bucket.slots]
+
+    def state(self) -> dict[str, Any] | None:
+        return state.saved(
+            self._in_order(), repr(self._plan.algorithm), self._process_set, self._order is None
+        )
+
+    def load_state(self, loaded: dict[str, Any] | None) -> None:
+        """Takes up what was kept, if all ranks can; blocks lie as they did."""
+        slots, algorithm = self._in_order(), repr(self._plan.algorithm)
+        if not any(slot.residuals for slot in slots):
+            return
+        problem = (
+            "there is nothing of it"
+            if loaded is None
+            else state.why_not(loaded, slots, algorithm, self._process_set)
+        )
+        problems = allgather_object(problem, process_set=self._process_set)
+        if any(problems):
+            state.warn(next(text for text in problems if text))
+            for slot in slots:
+                for lost in slot.residuals:
+                    lost.zero_()
+            return
+        assert loaded is not None
+        by_name = {slot.name: slot for slot in slots}
+        if loaded["learned"]:
+            self._order = None
+        self._rebuild([[by_name[name] for name in loaded["lost"]]])
+        state.restore(loaded, self._in_order())
 
     # The next two agree by sums, which also a rank that has joined takes part in.
 

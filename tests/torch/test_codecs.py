@@ -81,7 +81,7 @@ def algorithms():
 
 
 @pytest.mark.usefixtures("overlap", "keep_order")
-@pytest.mark.parametrize("algorithm", algorithms(), ids=repr)
+@pytest.mark.parametrize("algorithm", list(algorithms()), ids=repr)
 def test_is_what_one_loop_over_all_ranks_gives(everyone, hvd, algorithm):
     params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.0), algorithm=algorithm)
@@ -212,3 +212,65 @@ def test_what_does_not_fit_the_optimizer_is_refused(everyone, hvd):
         algorithm = Algorithm(codec="fp16") if everyone.me else ByteGrad()
         with pytest.raises(hvd.UsageError, match=r"ByteGrad\(\) on rank 0.*fp16.*on rank 1"):
             hvd.DistributedOptimizer(sgd, algorithm=algorithm)
+
+
+def _trained(hvd, everyone, steps: int, resume_at: int | None = None, change=lambda state: state):
+    """A model after some steps, in the middle of which everything may be saved and made anew."""
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 70), nn.Tanh(), nn.Linear(70, 20))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        return model, hvd.DistributedOptimizer(
+            sgd, model.named_parameters(), algorithm=Algorithm(codec="sign1")
+        )
+
+    model, optimizer = make()
+    for step in range(steps):
+        if step == resume_at:
+            saved = model.state_dict(), optimizer.state_dict()
+            model, optimizer = make()
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(change(saved[1]))
+        inputs = gradient(everyone.me, step, (16, 8))
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.usefixtures("overlap")
+@pytest.mark.parametrize("resume_at", [0, 1, 4])
+def test_resumes_in_the_same_bits(everyone, hvd, resume_at):
+    whole = _trained(hvd, everyone, 7)
+    resumed = _trained(hvd, everyone, 7, resume_at)
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed))
+
+
+def test_the_optimizers_state_is_broadcast_without_it(everyone, hvd):
+    param = nn.Parameter(torch.zeros(4, 4))
+    sgd = torch.optim.SGD([param], lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(sgd, algorithm=Algorithm(codec="sign1"))
+    (param * gradient(everyone.me, 0, (4, 4))).sum().backward()
+    optimizer.step()
+    kept = optimizer.state_dict()["bagua"]["lost"]["parameter.0"][0]
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    assert torch.equal(optimizer.state_dict()["bagua"]["lost"]["parameter.0"][0], kept)
+    assert everyone.size == 1 or kept.any()
+
+
+@pytest.mark.parametrize("how", ["of another size", "of nobody", "of rank 0 alone"])
+def test_a_checkpoint_that_does_not_fit_begins_anew(everyone, hvd, how):
+    def change(state):
+        if how == "of another size":
+            return state | {"bagua": state["bagua"] | {"size": everyone.size + 1}}
+        if how == "of nobody":
+            return {k: v for k, v in state.items() if k != "bagua"}
+        return state | {"bagua": hvd.broadcast_object(state["bagua"], 0)}
+
+    if everyone.size == 1 and how == "of rank 0 alone":
+        return
+    with pytest.warns(UserWarning, match="begins anew"):
+        ours = _trained(hvd, everyone, 6, 3, change)
+    for theirs in hvd.allgather_object(ours):
+        assert all(torch.equal(a, b) for a, b in zip(theirs, ours))
