@@ -40,8 +40,10 @@ class _Claims:
 
 
 claims = _Claims()
-# Gradients that are exchanged in place now; a user may make one that of two parameters.
+# Gradients that are to be exchanged in place, and those that are under way; a user may make one
+# tensor that of two parameters.
 _lent: set[int] = set()
+_flying: set[int] = set()
 
 
 class Slot:
@@ -133,7 +135,10 @@ class Bucket:
             flat = torch.empty(0, dtype=dtype)
         else:
             flat = torch.frombuffer(self.arena, dtype=dtype)
-        lost = [torch.frombuffer(memory, dtype=torch.float32) for memory in self.arena.residuals]
+        lost = [
+            torch.frombuffer(memory, dtype=torch.float32) if len(flat) else torch.empty(0)
+            for memory in self.arena.residuals
+        ]
         for index, (slot, begin) in enumerate(zip(self.slots, self.arena.begins)):
             place = slice(begin, begin + slot.param.numel())
             slot.enter(self, index, _view_like(flat[place], slot.param))
@@ -141,14 +146,25 @@ class Bucket:
 
     def launch(self, urgency: Urgency = Urgency.NOW) -> None:
         """Starts the exchange; the arena must not be touched until `deliver`."""
+        self.gather(urgency)
+        self.start(urgency)
+
+    def gather(self, urgency: Urgency) -> None:
         self.stale = False
         try:
             with torch.no_grad():
                 self._gather(urgency)
+        except BaseException:
+            self._take_back()
+            raise
+
+    def start(self, urgency: Urgency) -> None:
+        try:
             self.handle = core.launch(self.arena, urgency, self._notices)
         except BaseException:
             self._take_back()
             raise
+        _flying.update(id(grad) for _, grad in self._away)
         for slot, _ in self._away:
             slot.param.grad = None  # what backward adds from now on must not land there
 
@@ -159,6 +175,7 @@ class Bucket:
         results of large ones also go there: that costs less.
         """
         views, grads = [], []
+        self._take_back()  # of a launch that did not come about
         self._away = []
         reads = urgency == Urgency.WAITED and self.arena.movable
         gather = core.locate if reads else core.gather
@@ -167,6 +184,11 @@ class Bucket:
             grad = slot.param.grad
             if grad is None or (grad.is_sparse and slot.may_be_sparse):
                 slot.view.zero_()
+            elif id(grad) in _flying:
+                raise UsageError(
+                    f"the gradient of {slot.name} is also another parameter's, which is being "
+                    "exchanged; give each a clone()"
+                )
             elif grad.is_sparse:
                 raise UsageError(
                     f"{slot.name} got a sparse gradient after dense ones; use sparse_as_dense"
@@ -212,7 +234,9 @@ class Bucket:
         self._take_back()
 
     def _take_back(self) -> None:
-        _lent.difference_update(id(grad) for _, grad in self._away)
+        mine = {id(grad) for _, grad in self._away}
+        _lent.difference_update(mine)
+        _flying.difference_update(mine)
 
     def discard(self) -> None:
         """Waits for the exchange without using its results; what it moved has gone with it."""

@@ -12,6 +12,7 @@ from bagua.common.objects import allgather_object, broadcast_object, broadcast_o
 from bagua.common.process_set import ProcessSet, global_process_set
 from bagua.common.world import rank, world
 from bagua.torch import ops
+from bagua.torch.optimizer import DistributedOptimizer
 
 __all__ = [
     "allgather_object",
@@ -78,7 +79,7 @@ def broadcast_optimizer_state(
     each rank's own and stays. `model` is there for Horovod's sake and not needed.
     """
     # What an algorithm keeps is each rank's own.
-    optimizer = getattr(optimizer, "inner", optimizer)
+    optimizer = optimizer.inner if isinstance(optimizer, DistributedOptimizer) else optimizer
     _check_same_groups(optimizer, process_set)
     is_root = rank() == root_rank
     tensors: list[torch.Tensor] = []

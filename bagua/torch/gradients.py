@@ -23,11 +23,13 @@ from bagua.common import numpy_ops
 from bagua.common.core import core
 from bagua.common.errors import BaguaError, UsageError
 from bagua.common.kinds import ReduceOp, Urgency
-from bagua.common.objects import allgather_object, broadcast_object
+from bagua.common.objects import broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
-from bagua.torch import state
-from bagua.torch.buckets import Bucket, Plan, Slot, claims, dtype_name
+from bagua.torch import kept
+from bagua.torch.buckets import Bucket, Plan, Slot, claims
+from bagua.torch.checks import check_algorithm, check_parameters, checked_names
+from bagua.torch.grouping import Grouping
 from bagua.torch.loose import Loose
 
 _optimizer_numbers = itertools.count()
@@ -54,11 +56,11 @@ class Gradients:
     ) -> None:
         config = world().config
         algorithm = find(algorithm)
-        _check_algorithm(algorithm, compression, process_set)
+        check_algorithm(algorithm, compression, process_set)
         self.passes_per_step = 1
         self.paused = False  # by no_sync
         self._optimizer = optimizer
-        self._names = _checked_names(optimizer, named_parameters)
+        self._names = checked_names(optimizer, named_parameters)
         self._process_set = process_set
         self._sparse_as_dense = sparse_as_dense
         # Ranks outside a process set have not made its optimizers: one rank does the counting.
@@ -77,7 +79,7 @@ class Gradients:
             int(config.bucket_mb * 2**20),
         )
         self._loose = Loose(self._plan, compression)
-        self._grouping = _Grouping(num_groups, groups)
+        self._grouping = Grouping(num_groups, groups)
         self._params: list[torch.Tensor] = []  # what refresh saw last
         self._required: list[bool] = []  # which of them require a gradient
         self._hooks: dict[torch.Tensor, Any] = {}
@@ -97,7 +99,10 @@ class Gradients:
         self._unshared = False  # local gradients that no exchange has seen
         self._agreed_on_sparse = False
         self._rebuild_due = False  # some slots have left their buckets
+        self._loaded: dict[str, Any] | None = None  # state that is to be taken up
+        self._state_due = False
         self.refresh()
+        self._state_due = kept.keeps_something(self._buckets)
 
     def __del__(self) -> None:
         for param, hook in getattr(self, "_hooks", {}).items():
@@ -130,7 +135,7 @@ class Gradients:
                     "checkpoint(..., use_reentrant=False)"
                 )
             bucket.stale = True  # a second contribution in one backward: launch once more
-        elif bucket.ready(slot.index) and self._overlaps:
+        elif bucket.ready(slot.index) and self._overlaps and not self._state_due:
             self._launched += 1
             # Backward is about to end with the last one, and its end to wait and drive.
             last = self._launched == len(self._buckets)
@@ -190,11 +195,15 @@ class Gradients:
             return
         self._all_launched = True
         try:
+            self._take_up_state()
             self._find_sparse()
             self._loose.launch()
-            for bucket in self._buckets:
-                if bucket.handle is None:
-                    bucket.launch(Urgency.WAITED)
+            rest = [bucket for bucket in self._buckets if bucket.handle is None]
+            # All are read before any is written: two parameters may have one gradient.
+            for bucket in rest:
+                bucket.gather(Urgency.WAITED)
+            for bucket in rest:
+                bucket.start(Urgency.WAITED)
         except BaseException as error:
             self._launch_error = error
             self._refuse_rest(f"{type(error).__name__} on this rank: {error}")
@@ -292,81 +301,69 @@ class Gradients:
                 self._loose.add(slot)
             self._hooks[slot.param] = slot.param.register_post_accumulate_grad_hook(slot.notice)
             claims.add(slot.param)
-        self._check_agreement([known, added])
+        check_parameters([*known, *added], self._process_set)
         self._rebuild([known, added])
         self._unshared = self._unshared or any(s.param.grad is not None for s in added)
 
     def _name(self, param: torch.Tensor) -> str:
         return self._names.setdefault(param, f"parameter.{len(self._names)}")
 
-    def _rebuild(self, runs: Sequence[Sequence[Slot]]) -> None:
+    def _rebuild(self, runs: Sequence[Sequence[Slot]], exactly: bool = False) -> None:
+        """Lays out buckets anew; `exactly`: a run is a bucket."""
         old = {
             slot: (slot.view, slot.residuals) for bucket in self._buckets for slot in bucket.slots
         }
         for slot in old:
             slot.leave()
         runs = [[slot for slot in run if not self._loose.has(slot.param)] for run in runs]
-        runs = self._grouping.apply([slot for run in runs for slot in run]) or runs
-        self._buckets = self._plan.build(runs, self._step, cut=not self._grouping)
+        if not exactly:
+            runs = self._grouping.apply([slot for run in runs for slot in run]) or runs
+        self._buckets = self._plan.build(runs, self._step, cut=not (exactly or self._grouping))
         for slot, (view, residuals) in old.items():
-            # What was lost of means stays behind: another rank may encode them now.
-            for before, now in zip(residuals[:1], slot.residuals):
-                now.copy_(before)
+            # What was lost of means, or of what a node gave, stays behind: another rank may encode
+            # them now.
+            if not self._plan.algorithm.hierarchical:
+                for before, now in zip(residuals[:1], slot.residuals):
+                    now.copy_(before)
             if slot.param.grad is view and slot.param in self._slots:
                 slot.view.copy_(view)
                 slot.param.grad = slot.view
 
-    def _check_agreement(self, runs: Sequence[Sequence[Slot]]) -> None:
-        """Ranks whose models differ must hear so by name, before their numbers mix."""
-        mine = [
-            (slot.name, dtype_name(slot.param.dtype), tuple(slot.param.shape), slot.param.stride())
-            for run in runs
-            for slot in run
-        ]
-        digest = repr(mine)
-        me = self._process_set.ranks[0]
-        first = broadcast_object(mine, me, process_set=self._process_set)
-        own = f"rank {world().rank}"
-        problem = (
-            None if repr(first) == digest else _first_difference(first, mine, f"rank {me}", own)
-        )
-        for text in allgather_object(problem, process_set=self._process_set):
-            if text is not None:
-                raise UsageError(f"parameters differ between ranks: {text}")
-
     # ---- what is kept from step to step --------------------------------------------------------
 
-    def _in_order(self) -> list[Slot]:
-        return [slot for bucket in self._buckets for slot in bucket.slots]
-
     def state(self) -> dict[str, Any] | None:
-        return state.saved(
-            self._in_order(), repr(self._plan.algorithm), self._process_set, self._order is None
+        if self._loaded is not None:
+            return self._loaded
+        if not kept.keeps_something(self._buckets):
+            return None
+        learned = self._order is None
+        return kept.saved(
+            self._buckets, self._plan.algorithm, self._process_set, self._step, learned
         )
 
     def load_state(self, loaded: dict[str, Any] | None) -> None:
-        """Takes up what was kept, if all ranks can; blocks lie as they did."""
-        slots, algorithm = self._in_order(), repr(self._plan.algorithm)
-        if not any(slot.residuals for slot in slots):
+        """It is taken up in the next exchange, where all ranks are."""
+        self._loaded = loaded
+        self._state_due = kept.keeps_something(self._buckets)
+
+    def _take_up_state(self) -> None:
+        """The ranks agree whether all can, in the first exchange and after loading."""
+        if not self._state_due:
             return
-        problem = (
-            "there is nothing of it"
-            if loaded is None
-            else state.why_not(loaded, slots, algorithm, self._process_set)
-        )
-        problems = allgather_object(problem, process_set=self._process_set)
-        if any(problems):
-            state.warn(next(text for text in problems if text))
-            for slot in slots:
-                for lost in slot.residuals:
-                    lost.zero_()
-            return
-        assert loaded is not None
-        by_name = {slot.name: slot for slot in slots}
-        if loaded["learned"]:
-            self._order = None
-        self._rebuild([[by_name[name] for name in loaded["lost"]]])
-        state.restore(loaded, self._in_order())
+        loaded, self._loaded, self._state_due = self._loaded, None, False
+        name = f"{self._plan.prefix}.state"
+        if not kept.agrees(loaded, self._buckets, self._plan.algorithm, self._process_set, name):
+            loaded = None
+        if loaded is not None:
+            if loaded["learned"]:
+                self._order = None
+            runs = [[self._by_name[name] for name in names] for names in loaded["buckets"]]
+            self._rebuild(runs, exactly=True)
+        kept.restore(loaded, self._buckets)
+
+    @property
+    def _by_name(self) -> dict[str, Slot]:
+        return {slot.name: slot for slot in self._slots.values()}
 
     # The next two agree by sums, which also a rank that has joined takes part in.
 
@@ -418,77 +415,3 @@ def _weakly(gradients: Gradients) -> Any:
             self._decide(self._slots[param])
 
     return decide
-
-
-class _Grouping:
-    """The user's wish for which parameters are exchanged together; false if there is none."""
-
-    def __init__(self, num_groups: int, groups: Sequence[Sequence[torch.Tensor]] | None) -> None:
-        self._num_groups = num_groups
-        self._groups = groups
-
-    def __bool__(self) -> bool:
-        return bool(self._num_groups or self._groups)
-
-    def apply(self, slots: Sequence[Slot]) -> list[list[Slot]]:
-        if self._groups:
-            number = {id(p): i for i, group in enumerate(self._groups) for p in group}
-            runs: dict[Any, list[Slot]] = {}
-            for slot in slots:
-                runs.setdefault(number.get(id(slot.param), slot.name), []).append(slot)
-            return list(runs.values())
-        if self._num_groups:
-            size = -(-len(slots) // self._num_groups)
-            return [list(slots[at : at + size]) for at in range(0, len(slots), max(size, 1))]
-        return []
-
-
-def _check_algorithm(algorithm: Algorithm, compression: Any, process_set: ProcessSet) -> None:
-    """Ranks that communicate in different ways must hear so by name."""
-    if algorithm.codec != "raw" and (compression.custom or compression.wire_dtype is not None):
-        raise UsageError(f"compression= and an algorithm with a codec, {algorithm!r}: choose one")
-    everyone = allgather_object(repr(algorithm), process_set=process_set)
-    for rank, theirs in zip(process_set.ranks, everyone):
-        if theirs != everyone[0]:
-            raise UsageError(
-                f"algorithms differ between ranks: {everyone[0]} on rank {process_set.ranks[0]}, "
-                f"{theirs} on rank {rank}"
-            )
-
-
-def _checked_names(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
-) -> dict[torch.Tensor, str]:
-    """A name for every parameter of the optimizer, or an error that says which is wrong."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    if named_parameters is None:
-        return {param: f"parameter.{i}" for i, param in enumerate(params)}
-    names: dict[torch.Tensor, str] = {}
-    taken: dict[str, torch.Tensor] = {}
-    for item in named_parameters:
-        if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
-            raise UsageError(
-                "named_parameters should be (name, parameter) pairs, as model.named_parameters() "
-                f"gives; got {type(item).__name__}"
-            )
-        name, param = item
-        if taken.setdefault(name, param) is not param:
-            raise UsageError(f"named_parameters has two parameters named {name!r}")
-        names.setdefault(param, name)
-    missing = sum(param not in names for param in params)
-    if missing:
-        raise UsageError(
-            f"named_parameters lacks {missing} of the optimizer's {len(params)} parameters; pass "
-            "those of every model it trains, or leave named_parameters out"
-        )
-    return names
-
-
-def _first_difference(
-    theirs: Sequence[Any], mine: Sequence[Any], their_rank: str, my_rank: str
-) -> str:
-    for a, b in zip(theirs, mine):
-        if a != b:
-            return f"{a} on {their_rank}, {b} on {my_rank} (name, dtype, shape, strides)"
-    return f"{len(theirs)} parameters on {their_rank}, {len(mine)} on {my_rank}"

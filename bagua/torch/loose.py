@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from bagua.common.errors import BaguaError
-from bagua.common.kinds import ReduceOp
 from bagua.torch import ops
 from bagua.torch.buckets import Plan, Slot
 
@@ -38,7 +37,7 @@ class Loose:
         return param in self._slots
 
     def launch(self) -> None:
-        op = self._plan.op or ReduceOp.Average
+        op = self._plan.algorithm.op if self._plan.op is None else self._plan.op
         for slot in self._slots.values():
             grad = slot.param.grad
             name = f"{self._plan.prefix}.{slot.name}"

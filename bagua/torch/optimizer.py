@@ -13,7 +13,7 @@ from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.process_set import ProcessSet, global_process_set
 from bagua.common.world import world
-from bagua.torch import state
+from bagua.torch import kept
 from bagua.torch.compression import Compression
 from bagua.torch.gradients import Gradients
 
@@ -165,12 +165,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> Any:
         """The wrapped optimizer's, and what this rank's algorithm keeps from step to step."""
         own = self._gradients.state()
-        return self.inner.state_dict() | ({state.KEY: own} if own else {})
+        return self.inner.state_dict() | ({kept.KEY: own} if own else {})
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Every rank calls it, as it does `step()`."""
-        self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != state.KEY})
-        self._gradients.load_state(state_dict.get(state.KEY))
+        """What an algorithm keeps is taken up in the next exchange, if every rank has its own."""
+        self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != kept.KEY})
+        self._gradients.load_state(state_dict.get(kept.KEY))
 
     def add_param_group(self, param_group: Any) -> None:
         self.inner.add_param_group(param_group)

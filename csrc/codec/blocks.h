@@ -97,7 +97,7 @@ constexpr int64_t block_nbytes(int64_t count) {
   return static_cast<int64_t>(sizeof(typename C::Head)) + (count * C::kBits + 7) / 8;
 }
 
-// Block `x` of n values, or of C::kBlock where Whole.
+// Block `x`, filled up if n values are less than C::kBlock.
 template <class C, int W>
 BAGUA_BOTH void encode_block(const float* x, int n, uint8_t* wire) {
   const typename C::Head head = C::head_of(gather_block<C, W>(x), n);

@@ -118,7 +118,11 @@ void Coding::encode_rest(const float* in, float* residual, int64_t count, char* 
     for (int64_t i = 0; i < n; ++i) whole[i] = in[at + i] + residual[at + i];
     encode(whole, n, wire, isa);
     decode(wire, n, said, isa);
-    for (int64_t i = 0; i < n; ++i) residual[at + i] = whole[i] - said[i];
+    // A NaN or an Inf is told once, not for ever.
+    for (int64_t i = 0; i < n; ++i) {
+      const float rest = whole[i] - said[i];
+      residual[at + i] = is_finite(rest) ? rest : 0.0f;
+    }
     wire += wire_nbytes(n);
   }
 }

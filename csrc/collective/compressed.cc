@@ -7,6 +7,7 @@
 
 #include "codec/codec.h"
 #include "collective/slices.h"
+#include "common/errors.h"
 #include "kernel/half.h"
 
 namespace bagua {
@@ -149,6 +150,7 @@ class Exchange {
 
 void compressed(Job& job) {
   if (job.dtype == DType::kF32) return Exchange(job, reinterpret_cast<float*>(job.data)).run();
+  if (job.prepare || job.arrived) throw InternalError("only floats of 32 bits come in segments");
   const size_t nbytes = static_cast<size_t>(job.count) * sizeof(float);
   auto* wide = reinterpret_cast<float*>(job.scratch.get(Scratch::kWide, nbytes));
   widen(job.dtype, wide, job.data, job.count);

@@ -116,7 +116,7 @@ void lead(Job& job, Group& far, int leader, int leaders, int64_t at, int64_t cou
   char* mine = neighbors.mine() + slice.begin * static_cast<int64_t>(job.item());
   Job across{far, job.scratch, wide ? DType::kF32 : job.dtype, job.op, job.finish};
   across.count = slice.count;
-  across.coding = job.coding;
+  across.coding = far.size() > 1 ? job.coding : nullptr;
   if (job.residual) across.residual = job.residual + at + slice.begin;
   if (job.residual_of_mean) across.residual_of_mean = job.residual_of_mean + at + slice.begin;
   across.data = wide ? job.scratch.get(Scratch::kWide, across.nbytes()) : mine;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
+#include <map>
 #include <new>
 
 #include "common/memory.h"
@@ -17,7 +19,28 @@ std::shared_ptr<float> zeros(int64_t count) {
   return {data, [](float* p) { std::free(p); }};
 }
 
+// Where the arenas of all buckets begin and end.
+struct AllArenas {
+  std::mutex mutex;
+  std::map<const char*, const char*> ends;
+};
+AllArenas& arenas() {
+  static auto* all = new AllArenas;
+  return *all;
+}
+
 }  // namespace
+
+Bucket::~Bucket() {
+  std::lock_guard<std::mutex> lock(arenas().mutex);
+  arenas().ends.erase(arena_.get());
+}
+
+bool Bucket::in_an_arena(const char* data) {
+  std::lock_guard<std::mutex> lock(arenas().mutex);
+  const auto next = arenas().ends.upper_bound(data);
+  return next != arenas().ends.begin() && data < std::prev(next)->second;
+}
 
 Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
                const std::vector<int64_t>& slot_counts, Description exchange, int32_t set,
@@ -44,6 +67,10 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
   const int64_t shared = add_slots(together_);
   add_slots(alone);
   arena_ = engine_->allocate(static_cast<size_t>(nbytes()));
+  {
+    std::lock_guard<std::mutex> lock(arenas().mutex);
+    arenas().ends[arena_.get()] = arena_.get() + nbytes();
+  }
   if (feedback) {
     residual_ = zeros(count_);
     residual_of_mean_ = zeros(count_);

@@ -20,6 +20,11 @@ class Bucket {
          const std::vector<int64_t>& slot_counts, Description exchange, int32_t set,
          int32_t priority, bool feedback = false);
 
+  ~Bucket();
+  Bucket(const Bucket&) = delete;
+  // Whether this is memory of some bucket's arena, to which results are written.
+  static bool in_an_arena(const char* data);
+
   const std::shared_ptr<Engine>& engine() const { return engine_; }
   char* data() const { return arena_.get(); }
   int64_t nbytes() const { return count_ * static_cast<int64_t>(dtype_nbytes(dtype_)); }

@@ -82,6 +82,8 @@ bool find(Notice& notice, PyObject* grad) {
   if (!read_grad(notice, grad, source)) return false;
   if (grad == notice.view) return true;
   if (nbytes_of(source) >= kLoneNbytes) return false;
+  // A user may have made one parameter's result another one's gradient.
+  if (Bucket::in_an_arena(source.data)) return false;
   read_at(notice, grad, source.data, false);
   return true;
 }

@@ -141,6 +141,21 @@ def test_of_one_tensor_given_to_two_parameters(everyone, hvd, width):
         assert_all(param, -2 * total(everyone))
 
 
+def test_of_one_parameters_result_given_to_another(everyone, hvd, width):
+    params = [parameter(width), parameter(width), parameter(3)]
+    optimizer = summing(hvd, *params)
+    for _ in range(2):  # results lie in the arena from now on
+        optimizer.zero_grad(set_to_none=False)
+        sum(param.sum() for param in params).backward()
+    optimizer.zero_grad(set_to_none=False)
+    with optimizer.no_sync():
+        (params[0] * (everyone.me + 1)).sum().backward()
+    params[1].grad = params[0].grad
+    optimizer.synchronize()
+    for param in params[:2]:
+        assert_all(param.grad, total(everyone))
+
+
 def test_after_an_exchange_that_was_refused(everyone, hvd, width):
     """Nothing that was planned for it is used later."""
     late = nn.Parameter(torch.zeros(10, 100))

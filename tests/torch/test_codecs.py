@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import numpy as np
@@ -214,37 +215,97 @@ def test_what_does_not_fit_the_optimizer_is_refused(everyone, hvd):
             hvd.DistributedOptimizer(sgd, algorithm=algorithm)
 
 
-def _trained(hvd, everyone, steps: int, resume_at: int | None = None, change=lambda state: state):
+def _resumable(hvd, bucket_mb: float):
+    torch.manual_seed(0)
+    sizes = (8, 70, 90, 60, 20)
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:])))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    before = world().config
+    world().config = dataclasses.replace(before, bucket_mb=bucket_mb)
+    optimizer = hvd.DistributedOptimizer(
+        sgd, model.named_parameters(), algorithm=Algorithm(codec="sign1")
+    )
+    world().config = before
+    return model, optimizer
+
+
+def _step(everyone, model, optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    model(gradient(everyone.me, step, (16, 8))).square().mean().backward()
+    optimizer.step()
+
+
+def _assert_equal_replicas(hvd, model) -> None:
+    for theirs in hvd.allgather_object([p.detach() for p in model.parameters()]):
+        assert all(torch.equal(a, b) for a, b in zip(theirs, model.parameters()))
+
+
+def _trained(hvd, everyone, steps: int, resume_at: int = -1, change=None, bucket_mb: float = 0.02):
     """A model after some steps, in the middle of which everything may be saved and made anew."""
-
-    def make():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 70), nn.Tanh(), nn.Linear(70, 20))
-        sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        return model, hvd.DistributedOptimizer(
-            sgd, model.named_parameters(), algorithm=Algorithm(codec="sign1")
-        )
-
-    model, optimizer = make()
+    model, optimizer = _resumable(hvd, bucket_mb)
     for step in range(steps):
         if step == resume_at:
-            saved = model.state_dict(), optimizer.state_dict()
-            model, optimizer = make()
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(change(saved[1]))
-        inputs = gradient(everyone.me, step, (16, 8))
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
-    return [param.detach() for param in model.parameters()]
+            state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            model, optimizer = _resumable(hvd, bucket_mb)
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(change(state[1]) if change else state[1])
+        _step(everyone, model, optimizer, step)
+    return model
 
 
 @pytest.mark.usefixtures("overlap")
+@pytest.mark.parametrize("bucket_mb", [0.02, 25])
 @pytest.mark.parametrize("resume_at", [0, 1, 4])
-def test_resumes_in_the_same_bits(everyone, hvd, resume_at):
-    whole = _trained(hvd, everyone, 7)
-    resumed = _trained(hvd, everyone, 7, resume_at)
-    assert all(torch.equal(a, b) for a, b in zip(whole, resumed))
+def test_resumes_in_the_same_bits(everyone, hvd, resume_at, bucket_mb):
+    whole = _trained(hvd, everyone, 7, bucket_mb=bucket_mb)
+    resumed = _trained(hvd, everyone, 7, resume_at, bucket_mb=bucket_mb)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters()))
+
+
+@pytest.mark.usefixtures("overlap")
+def test_one_rank_loads_and_broadcasts(everyone, hvd, recwarn):
+    model, optimizer = _resumable(hvd, 0.02)
+    for step in range(3):
+        _step(everyone, model, optimizer, step)
+    state = optimizer.state_dict()
+    model, optimizer = _resumable(hvd, 0.02)
+    if everyone.me == 0:
+        optimizer.load_state_dict(state)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for step in range(2):
+        _step(everyone, model, optimizer, step)
+    _assert_equal_replicas(hvd, model)
+    warned = [str(w.message) for w in recwarn if "begins anew" in str(w.message)]
+    assert bool(warned) == (everyone.size > 1)
+
+
+@pytest.mark.usefixtures("overlap")
+@pytest.mark.parametrize("algorithm", list(algorithms()), ids=repr)
+def test_recovers_from_one_bad_step(everyone, hvd, algorithm):
+    """A loss scaler skips it; no residual may remember it."""
+    param = nn.Parameter(torch.zeros(30, 300))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.0), algorithm=algorithm)
+    for step in range(4):
+        optimizer.zero_grad()
+        values = gradient(everyone.me, step, (30, 300))
+        if step == 1 and everyone.me == 0:
+            values[3, 5] = torch.inf
+            values[20, 7] = torch.nan
+        (param * values).sum().backward()
+        assert bool(param.grad.isfinite().all()) == (step != 1)
+        optimizer.step()
+
+
+def test_nothing_to_encode(hvd):
+    param, other = nn.Parameter(torch.zeros(0, 5)), nn.Parameter(torch.zeros(5))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([param, other], lr=0.0), algorithm=Algorithm(codec="sign1")
+    )
+    (param.sum() + other.sum()).backward()
+    assert param.grad.shape == (0, 5)
+    assert (other.grad == 1).all()
+    optimizer.step()
 
 
 def test_the_optimizers_state_is_broadcast_without_it(everyone, hvd):
@@ -259,18 +320,17 @@ def test_the_optimizers_state_is_broadcast_without_it(everyone, hvd):
     assert everyone.size == 1 or kept.any()
 
 
-@pytest.mark.parametrize("how", ["of another size", "of nobody", "of rank 0 alone"])
+@pytest.mark.parametrize("how", ["of another size", "of rank 0 alone", "of another step"])
 def test_a_checkpoint_that_does_not_fit_begins_anew(everyone, hvd, how):
     def change(state):
         if how == "of another size":
             return state | {"bagua": state["bagua"] | {"size": everyone.size + 1}}
-        if how == "of nobody":
-            return {k: v for k, v in state.items() if k != "bagua"}
+        if how == "of another step":
+            return state | {"bagua": state["bagua"] | {"step": everyone.me}}
         return state | {"bagua": hvd.broadcast_object(state["bagua"], 0)}
 
-    if everyone.size == 1 and how == "of rank 0 alone":
-        return
+    if everyone.size == 1 and how != "of another size":
+        return  # one rank has no other
     with pytest.warns(UserWarning, match="begins anew"):
-        ours = _trained(hvd, everyone, 6, 3, change)
-    for theirs in hvd.allgather_object(ours):
-        assert all(torch.equal(a, b) for a, b in zip(theirs, ours))
+        model = _trained(hvd, everyone, 6, 3, change)
+    _assert_equal_replicas(hvd, model)

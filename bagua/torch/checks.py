@@ -1,0 +1,82 @@
+"""What must be right, and alike on all ranks, before an optimizer's gradients mix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from bagua.algorithms import Algorithm
+from bagua.common.errors import UsageError
+from bagua.common.objects import allgather_object, broadcast_object
+from bagua.common.process_set import ProcessSet
+from bagua.common.world import world
+from bagua.torch.buckets import Slot, dtype_name
+
+
+def check_algorithm(algorithm: Algorithm, compression: Any, process_set: ProcessSet) -> None:
+    """Ranks that communicate in different ways must hear so by name."""
+    if algorithm.codec != "raw" and (compression.custom or compression.wire_dtype is not None):
+        raise UsageError(f"compression= and an algorithm with a codec, {algorithm!r}: choose one")
+    everyone = allgather_object(repr(algorithm), process_set=process_set)
+    for rank, theirs in zip(process_set.ranks, everyone):
+        if theirs != everyone[0]:
+            raise UsageError(
+                f"algorithms differ between ranks: {everyone[0]} on rank {process_set.ranks[0]}, "
+                f"{theirs} on rank {rank}"
+            )
+
+
+def check_parameters(slots: Iterable[Slot], process_set: ProcessSet) -> None:
+    """Ranks whose models differ must hear so by name, before their numbers mix."""
+    mine = [
+        (slot.name, dtype_name(slot.param.dtype), tuple(slot.param.shape), slot.param.stride())
+        for slot in slots
+    ]
+    root = process_set.ranks[0]
+    first = broadcast_object(mine, root, process_set=process_set)
+    problem = None
+    if repr(first) != repr(mine):
+        problem = _first_difference(first, mine, f"rank {root}", f"rank {world().rank}")
+    for text in allgather_object(problem, process_set=process_set):
+        if text is not None:
+            raise UsageError(f"parameters differ between ranks: {text}")
+
+
+def _first_difference(
+    theirs: Sequence[Any], mine: Sequence[Any], their_rank: str, my_rank: str
+) -> str:
+    for a, b in zip(theirs, mine):
+        if a != b:
+            return f"{a} on {their_rank}, {b} on {my_rank} (name, dtype, shape, strides)"
+    return f"{len(theirs)} parameters on {their_rank}, {len(mine)} on {my_rank}"
+
+
+def checked_names(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+) -> dict[torch.Tensor, str]:
+    """A name for every parameter of the optimizer, or an error that says which is wrong."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if named_parameters is None:
+        return {param: f"parameter.{i}" for i, param in enumerate(params)}
+    names: dict[torch.Tensor, str] = {}
+    taken: dict[str, torch.Tensor] = {}
+    for item in named_parameters:
+        if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
+            raise UsageError(
+                "named_parameters should be (name, parameter) pairs, as model.named_parameters() "
+                f"gives; got {type(item).__name__}"
+            )
+        name, param = item
+        if taken.setdefault(name, param) is not param:
+            raise UsageError(f"named_parameters has two parameters named {name!r}")
+        names.setdefault(param, name)
+    missing = sum(param not in names for param in params)
+    if missing:
+        raise UsageError(
+            f"named_parameters lacks {missing} of the optimizer's {len(params)} parameters; pass "
+            "those of every model it trains, or leave named_parameters out"
+        )
+    return names
