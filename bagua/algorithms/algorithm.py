@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import ClassVar, Protocol, TypeVar
 
-from bagua.algorithms.exchange import LOSSY, Exchange
+from bagua.algorithms.exchange import LOSSY, TIMES, Exchange
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 
@@ -55,25 +56,25 @@ class Algorithm:
     what: str = "grad"
     codec: str = "raw"
     peers: str = "all"
-    when: str = "backward"
+    when: str = ""  # empty: the usual time for what travels
     every: int = 1
     op: ReduceOp = ReduceOp.Average
     hierarchical: bool = False
     error_feedback: bool | None = None
     density: float = 0.01
     values: str = "raw"
+    low_rank: int = 0  # matrices travel as products of two thin ones, of so many columns
     # Parameters that travel as they are, whatever the codec: patterns of names, or a function of
     # name and shape. None: norms and biases, where the codec loses more than a rounding.
     exact: Sequence[str] | Callable[[str, tuple[int, ...]], bool] | None = None
+    warmup_steps: int = 0  # so many first steps average gradients, exactly
     name: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        if self.peers != "all":
-            raise UsageError(f"peers={self.peers!r} is not in this version; known: all")
-        if self.every != 1:
-            raise UsageError(f"every={self.every} is not in this version; known: 1")
         if isinstance(self.exact, str):
             raise UsageError(f"exact is a list of patterns, not one: exact=[{self.exact!r}]")
+        if self.warmup_steps < 0 or self.warmup_steps != int(self.warmup_steps):
+            raise UsageError(f"warmup_steps is a number of steps, not {self.warmup_steps}")
         self._exchange()
 
     def __repr__(self) -> str:
@@ -88,25 +89,38 @@ class Algorithm:
         """What to do with this bucket in this step; the same on every rank."""
         return self._exchange()
 
+    def at(self, step: int) -> Algorithm:
+        """The algorithm of this step: itself, or another one that it begins with."""
+        return Algorithm(op=self.op) if step < self.warmup_steps else self
+
+    def of(self, name: str, shape: tuple[int, ...]) -> Algorithm:
+        """The algorithm of this parameter: itself, unless parameters differ."""
+        return self
+
     def keeps_exact(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether this parameter's values travel as they are."""
+        if self.low_rank and not _shrinks(shape, self.low_rank):
+            return True
         if self.exact is None:
-            return self.codec in LOSSY and len(shape) < 2
+            return self.codec in LOSSY and self.what != "weight" and len(shape) < 2
         if callable(self.exact):
             return bool(self.exact(name, shape))
         return any(fnmatchcase(name, pattern) for pattern in self.exact)
 
     def _exchange(self) -> Exchange:
-        return Exchange(
-            what=self.what,
-            codec=self.codec,
-            when=self.when,
-            op=self.op,
-            hierarchical=self.hierarchical,
-            error_feedback=self.error_feedback,
-            density=self.density,
-            values=self.values,
-        )
+        mine = {field.name for field in fields(self)}
+        chosen = {f.name: getattr(self, f.name) for f in fields(Exchange) if f.name in mine}
+        if not self.when and self.what in TIMES:
+            chosen["when"] = TIMES[self.what][0]
+        return Exchange(**chosen)
+
+
+def _shrinks(shape: tuple[int, ...], rank: int) -> bool:
+    """Whether a matrix has more values than two thin ones whose product it is."""
+    if len(shape) < 2:
+        return False
+    rows, columns = shape[0], math.prod(shape[1:])
+    return (rows + columns) * rank < rows * columns
 
 
 def _said(value: object) -> str:

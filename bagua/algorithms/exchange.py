@@ -16,6 +16,14 @@ NEED_FEEDBACK = ("sign1", "topk")
 # What can code the values that topk keeps.
 VALUE_CODECS = ("raw", "fp16", "minmax_u8")
 CHUNK = 4096  # values of which topk keeps some
+PEERS = ("all", "shift_one", "ring", "exponential")
+# What can travel, and when each of it can.
+TIMES = {
+    "grad": ("backward",),
+    "momentum": ("backward",),
+    "weight": ("forward", "step", "background"),
+    "delta": ("step", "forward"),
+}
 
 
 @dataclass(frozen=True)
@@ -25,29 +33,41 @@ class Exchange:
     what: str = "grad"  # what travels
     collective: str = "auto"  # a row of the engine's table, or "auto"
     codec: str = "raw"  # the wire format
+    peers: str = "all"  # with whom
     when: str = "backward"  # during backward; the result is there when backward returns
+    every: int = 1  # steps
     op: ReduceOp = ReduceOp.Average
     hierarchical: bool = False  # exact between ranks that share a machine
     error_feedback: bool | None = None  # None: where the codec needs it
     density: float = 0.01  # topk: the share of values that travel
     values: str = "raw"  # topk: their codec
+    low_rank: int = 0  # of matrices that travel as products; 0: as they are
+    outer_lr: float = 1.0  # delta: the step that all take together
+    outer_momentum: float = 0.0
+    interval_ms: float = 0.0  # background: the pause between two exchanges
 
     def __post_init__(self) -> None:
         for field, known in (
-            ("what", ("grad",)),
+            ("what", tuple(TIMES)),
             ("collective", ("auto",)),
             ("codec", CODECS),
-            ("when", ("backward",)),
+            ("peers", PEERS),
             ("values", VALUE_CODECS),
         ):
             value = getattr(self, field)
             if value not in known:
                 raise UsageError(
-                    f"exchange {field}={value!r} is not in this version; known: "
-                    f"{', '.join(known)}{nearest(str(value), known)}"
+                    f"{field}={value!r} is unknown; known: {', '.join(known)}"
+                    f"{nearest(str(value), known)}"
                 )
-        if not 0 < self.density <= 1:
-            raise UsageError(f"density is a share above 0, at most 1, not {self.density}")
+        if self.when not in TIMES[self.what]:
+            times = TIMES[self.what]
+            raise UsageError(
+                f"{self.what} travels at when={' or '.join(map(repr, times))}, not {self.when!r}"
+                f"{nearest(str(self.when), times)}"
+            )
+        self._check_numbers()
+        self._check_peers()
         if self.codec == "raw":
             if self.error_feedback:
                 raise UsageError("error_feedback needs a codec that loses something, not raw")
@@ -59,11 +79,65 @@ class Exchange:
                 f"{self.codec} does not learn without error feedback; leave error_feedback out"
             )
 
+    def _check_numbers(self) -> None:
+        if not 0 < self.density <= 1:
+            raise UsageError(f"density is a share above 0, at most 1, not {self.density}")
+        if self.every < 1 or self.every != int(self.every):
+            raise UsageError(f"every is a number of steps, at least 1, not {self.every}")
+        if self.every > 1 and self.when == "backward":
+            raise UsageError(
+                f"every={self.every} would lose the gradients of steps in between; use "
+                "what='delta' or 'weight', or backward_passes_per_step"
+            )
+        if self.low_rank and (self.what != "grad" or self.op != ReduceOp.Average):
+            raise UsageError("low_rank is for averages of gradients")
+        if self.low_rank and self.codec != "raw":
+            raise UsageError(f"low_rank and codec={self.codec!r} both shrink gradients; choose one")
+        if self.low_rank < 0 or self.low_rank != int(self.low_rank):
+            raise UsageError(f"a rank of matrices is a whole number from 1 on, not {self.low_rank}")
+        if not self.outer_lr > 0:
+            raise UsageError(f"outer_lr is above 0, not {self.outer_lr}")
+        if not 0 <= self.outer_momentum < 1:
+            raise UsageError(f"outer_momentum is from 0 to below 1, not {self.outer_momentum}")
+        if not self.interval_ms >= 0:
+            raise UsageError(f"an interval in milliseconds is at least 0, not {self.interval_ms}")
+
+    def _check_peers(self) -> None:
+        if self.what != "grad" and self.op != ReduceOp.Average:
+            raise UsageError(f"{self.what} is averaged, not {ReduceOp(self.op).name}")
+        if self.peers != "all" and self.what != "weight":
+            raise UsageError(
+                f"{self.what} of some peers would let replicas drift apart for ever; with "
+                f"peers={self.peers!r} use what='weight'"
+            )
+        if self.what != "weight" or self.codec == "raw":
+            return
+        if self.peers != "ring" or self.when != "step":
+            raise UsageError(
+                f"weights lose too much in {self.codec}. What a codec can carry are their changes: "
+                "to both neighbors with peers='ring', when='step', or to all with what='delta'"
+            )
+        if self.codec in NEED_FEEDBACK or self.error_feedback:
+            raise UsageError(
+                f"a ring sets weights to what its codec has said of them; {self.codec} with error "
+                "feedback says too little. Use minmax_u8, minmax_u4, fp8_e4m3, fp16 or bf16"
+            )
+
+    @property
+    def mirrors(self) -> bool:
+        """Whether each rank keeps copies of its neighbors' weights, and is told their changes."""
+        return self.what == "weight" and self.codec != "raw"
+
     @property
     def feeds_back(self) -> bool:
         """Whether what encoding loses is kept for the next time."""
         chosen = self.error_feedback
         return self.codec in NEED_FEEDBACK if chosen is None else chosen
+
+    @property
+    def kept(self) -> int:
+        """How many floats the engine keeps of each value until the next time."""
+        return 3 if self.mirrors else 2 if self.feeds_back else 0
 
     @property
     def wire(self) -> str:

@@ -120,6 +120,21 @@ class Config:
     algorithm: str = _setting(
         "gradient_allreduce", "algorithm of a DistributedOptimizer that names none", agree=True
     )
+    check_replicas_every: float = _setting(
+        0.0,
+        "compare the weights of all ranks every so many steps (0 = never), where an algorithm "
+        "keeps them equal",
+        agree=True,
+        min=0,
+        whole=True,
+    )
+    check_finite: str = _setting(
+        "off",
+        "look for NaN and Inf in gradients before they are exchanged; report which rank had one, "
+        "or skip the step on all ranks, too",
+        agree=True,
+        choices=("off", "report", "skip"),
+    )
     learn_bucket_order: bool = _setting(
         True, "order the buckets by the first backward pass", agree=True
     )

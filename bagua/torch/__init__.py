@@ -88,6 +88,8 @@ from bagua.torch.ops import (
     synchronize,
 )
 from bagua.torch.optimizer import DistributedOptimizer, no_sync
+from bagua.torch.qadam import QAdam
+from bagua.torch.safety import ReplicasDifferError
 from bagua.torch.sync_batch_norm import SyncBatchNorm
 from bagua.version import __version__
 
@@ -106,7 +108,9 @@ __all__ = [
     "PeerError",
     "ProcessSet",
     "Product",
+    "QAdam",
     "ReduceOp",
+    "ReplicasDifferError",
     "Sum",
     "SyncBatchNorm",
     "UsageError",

@@ -6,8 +6,7 @@ shape and strides; after an exchange it is the parameter's gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,10 +45,15 @@ _lent: set[int] = set()
 _flying: set[int] = set()
 
 
+# Turns gradients of parameters, in these views, into what travels instead.
+Fold = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+
+
 class Slot:
     """One parameter's place in a bucket."""
 
     __slots__ = (
+        "algorithm",
         "bucket",
         "exact",
         "index",
@@ -70,8 +74,10 @@ class Slot:
         self.index = -1
         self.view: torch.Tensor = torch.empty(0)
         self.notice: Any = None  # the engine's hook
-        self.exact = True  # no codec
-        # What encoding has lost of this rank's values, and of the means that it encodes.
+        self.algorithm = Algorithm()  # of this parameter
+        self.exact = True  # it travels as it is, whatever the algorithm
+        # What encoding has lost of this rank's values, and of the means that it encodes; or what
+        # the bucket keeps instead.
         self.residuals: list[torch.Tensor] = []
         self.may_be_sparse = False  # then its gradient is none of the bucket's business
 
@@ -96,12 +102,17 @@ class Bucket:
         exchange: Exchange,
         scales: tuple[float, float],
         process_set: ProcessSet,
+        fold: Fold | None = None,
     ) -> None:
         op = exchange.op
         self.name = name
         self.info = info
         self.slots = list(slots)
-        self.averages = op == ReduceOp.Average
+        self._fold = fold  # makes of gradients in the arena what is to travel
+        # Whether several exchanges add up to one of their sum.
+        self.averages = op == ReduceOp.Average and fold is None
+        # How many of a slot's residuals are of this rank alone.
+        self.own_residuals = 0 if exchange.hierarchical else 1
         self.casts = slots[0].param.dtype != dtype  # gradients are compressed by a cast
         self.arena = core.Bucket(
             engine=world().engine,
@@ -115,18 +126,20 @@ class Bucket:
             priority=-info.index,
             codec=exchange.wire,
             exact_in_nodes=exchange.hierarchical,
-            feedback=exchange.feeds_back,
+            kept=exchange.kept,
         )
         self.ready = self.arena.ready
         self.count_quietly = self.arena.count_quietly
         self.handle: Any | None = None
         self.stale = False  # a gradient changed after the launch
+        self.watch: Callable[[Bucket], None] | None = None  # looks at what is about to travel
         self._lay_out(dtype)
         self._params = [slot.param for slot in self.slots]
         self._notices = [slot.notice for slot in self.slots]
         # Exchanges of several contributions add up to one of their sum only if they are linear.
         linear = op in (ReduceOp.Average, ReduceOp.Sum)
-        self._large = self.arena.large if linear else [False] * len(self.slots)
+        self._reads = self.arena.movable and fold is None
+        self._large = self.arena.large if linear and self._reads else [False] * len(self.slots)
         # Gradients that were taken from their parameters while they are exchanged.
         self._away: list[tuple[Slot, torch.Tensor]] = []
 
@@ -137,11 +150,11 @@ class Bucket:
             flat = torch.frombuffer(self.arena, dtype=dtype)
         lost = [
             torch.frombuffer(memory, dtype=torch.float32) if len(flat) else torch.empty(0)
-            for memory in self.arena.residuals
+            for memory in self.arena.kept
         ]
         for index, (slot, begin) in enumerate(zip(self.slots, self.arena.begins)):
             place = slice(begin, begin + slot.param.numel())
-            slot.enter(self, index, _view_like(flat[place], slot.param))
+            slot.enter(self, index, view_like(flat[place], slot.param))
             slot.residuals = [residual[place] for residual in lost]
 
     def launch(self, urgency: Urgency = Urgency.NOW) -> None:
@@ -151,6 +164,8 @@ class Bucket:
 
     def gather(self, urgency: Urgency) -> None:
         self.stale = False
+        if self.watch is not None:
+            self.watch(self)
         try:
             with torch.no_grad():
                 self._gather(urgency)
@@ -177,7 +192,7 @@ class Bucket:
         views, grads = [], []
         self._take_back()  # of a launch that did not come about
         self._away = []
-        reads = urgency == Urgency.WAITED and self.arena.movable
+        reads = urgency == Urgency.WAITED and self._reads
         gather = core.locate if reads else core.gather
         for i in gather(self._params, self._notices):
             slot = self.slots[i]
@@ -202,6 +217,11 @@ class Bucket:
                 grads.append(grad)
         if views:
             torch._foreach_copy_(views, grads)
+        if self._fold is not None:
+            self._fold(self._params, [slot.view for slot in self.slots])
+
+    def advance(self) -> None:
+        """Takes the exchange as far as it can go before it is delivered."""
 
     def deliver(self) -> None:
         """Waits for the exchange, if any, and makes its results the parameters' gradients."""
@@ -251,6 +271,10 @@ class Bucket:
         for slot in self.slots:
             slot.param.grad = slot.view.to(slot.param.dtype)
 
+    def forget(self, slot: Slot) -> None:
+        for lost in slot.residuals:
+            lost.zero_()
+
     def sums_again(self) -> bool:
         """Whether a gradient would be accumulated on top of an exchanged one that is no average.
 
@@ -292,78 +316,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-def _view_like(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+def view_like(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """The slice with the parameter's shape, and its strides where they have no gaps."""
     strided = torch.empty_strided(param.shape, param.stride(), device="meta")
     dense = param.numel() == 0 or strided.untyped_storage().size() == (
         param.numel() * strided.element_size()
     )
     return flat.as_strided(param.shape, param.stride()) if dense else flat.view(param.shape)
-
-
-class Plan:
-    """What decides the buckets of one optimizer."""
-
-    def __init__(
-        self,
-        prefix: str,
-        algorithm: Algorithm,
-        op: ReduceOp | None,
-        scales: tuple[float, float],
-        process_set: ProcessSet,
-        wire_dtype: torch.dtype | None,
-        bucket_nbytes: int,
-    ) -> None:
-        self.prefix = prefix
-        self.algorithm = algorithm
-        self.op = op
-        self.scales = scales
-        self.process_set = process_set
-        self.wire_dtype = wire_dtype
-        self.bucket_nbytes = bucket_nbytes
-        self._generation = 0
-
-    def build(self, runs: Sequence[Sequence[Slot]], step: int, cut: bool) -> list[Bucket]:
-        """Buckets over runs of slots, in order of readiness; `cut` splits a run by size."""
-        self._generation += 1
-        buckets: list[Bucket] = []
-        for run in runs:
-            for slots in self._split(run, cut):
-                buckets.append(self._bucket(len(buckets), slots, step))
-        return buckets
-
-    def _split(self, run: Sequence[Slot], cut: bool) -> list[list[Slot]]:
-        """The run by element type and codec, each at most the bucket size, or one tensor."""
-        done: list[list[Slot]] = []
-        filling: dict[tuple[torch.dtype, bool], tuple[list[Slot], int]] = {}
-        for slot in run:
-            slot.exact = self._is_exact(slot)
-            kind = (slot.param.dtype, slot.exact)
-            slots, nbytes = filling.get(kind, ([], 0))
-            more = slot.param.numel() * slot.param.element_size()
-            if slots and cut and nbytes + more > self.bucket_nbytes:
-                done.append(slots)
-                slots, nbytes = [], 0
-            slots.append(slot)
-            filling[kind] = (slots, nbytes + more)
-        return done + [slots for slots, _ in filling.values() if slots]
-
-    def _is_exact(self, slot: Slot) -> bool:
-        coded = slot.param.dtype in (torch.float32, torch.float16, torch.bfloat16)
-        return not coded or self.algorithm.keeps_exact(slot.name, tuple(slot.param.shape))
-
-    def _bucket(self, index: int, slots: Sequence[Slot], step: int) -> Bucket:
-        # All of them are ready at the launch; the optimizer likes to find them in its own order.
-        slots = sorted(slots, key=lambda slot: slot.number)
-        dtype = slots[0].param.dtype
-        if self.wire_dtype is not None and dtype.is_floating_point:
-            dtype = self.wire_dtype
-        count = sum(slot.param.numel() for slot in slots)
-        name = f"{self.prefix}.bucket.{self._generation}.{index}"
-        info = BucketInfo(name, index, dtype_name(dtype), count, count * dtype.itemsize)
-        exchange = self.algorithm.plan(info, world(), step)
-        if slots[0].exact:
-            exchange = replace(exchange, codec="raw", error_feedback=None)
-        if self.op is not None:
-            exchange = replace(exchange, op=self.op)
-        return Bucket(name, info, slots, dtype, exchange, self.scales, self.process_set)

@@ -9,16 +9,23 @@ import torch
 
 from bagua.algorithms import Algorithm
 from bagua.common.errors import UsageError
+from bagua.common.kinds import ReduceOp
 from bagua.common.objects import allgather_object, broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
-from bagua.torch.buckets import Slot, dtype_name
+from bagua.torch.buckets import dtype_name
 
 
-def check_algorithm(algorithm: Algorithm, compression: Any, process_set: ProcessSet) -> None:
+def check_algorithm(
+    algorithm: Algorithm, of_gradients: dict[str, Any], process_set: ProcessSet
+) -> None:
     """Ranks that communicate in different ways must hear so by name."""
-    if algorithm.codec != "raw" and (compression.custom or compression.wire_dtype is not None):
-        raise UsageError(f"compression= and an algorithm with a codec, {algorithm!r}: choose one")
+    compression, op = of_gradients["compression"], of_gradients["op"]
+    compresses = compression.custom or compression.wire_dtype is not None
+    if compresses and (algorithm.codec != "raw" or algorithm.low_rank or algorithm.what != "grad"):
+        raise UsageError(f"compression= and {algorithm!r}: choose one")
+    if op not in (None, ReduceOp.Average) and (algorithm.what != "grad" or algorithm.low_rank):
+        raise UsageError(f"{algorithm!r} averages; leave op={op.name} out")
     everyone = allgather_object(repr(algorithm), process_set=process_set)
     for rank, theirs in zip(process_set.ranks, everyone):
         if theirs != everyone[0]:
@@ -28,11 +35,10 @@ def check_algorithm(algorithm: Algorithm, compression: Any, process_set: Process
             )
 
 
-def check_parameters(slots: Iterable[Slot], process_set: ProcessSet) -> None:
+def check_parameters(named: Iterable[tuple[str, torch.Tensor]], process_set: ProcessSet) -> None:
     """Ranks whose models differ must hear so by name, before their numbers mix."""
     mine = [
-        (slot.name, dtype_name(slot.param.dtype), tuple(slot.param.shape), slot.param.stride())
-        for slot in slots
+        (name, dtype_name(param.dtype), tuple(param.shape), param.stride()) for name, param in named
     ]
     root = process_set.ranks[0]
     first = broadcast_object(mine, root, process_set=process_set)

@@ -78,8 +78,12 @@ def broadcast_optimizer_state(
     The others need not have any state yet. What an algorithm keeps, as the errors of a codec, is
     each rank's own and stays. `model` is there for Horovod's sake and not needed.
     """
-    # What an algorithm keeps is each rank's own.
-    optimizer = optimizer.inner if isinstance(optimizer, DistributedOptimizer) else optimizer
+    if isinstance(optimizer, DistributedOptimizer):
+        # What an algorithm keeps is each rank's own; how far it has come is not.
+        optimizer.progress = broadcast_object(
+            optimizer.progress, root_rank, process_set=process_set
+        )
+        optimizer = optimizer.inner
     _check_same_groups(optimizer, process_set)
     is_root = rank() == root_rank
     tensors: list[torch.Tensor] = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bagua.algorithms import Algorithm, find
+from bagua.algorithms import Algorithm
 from bagua.common import numpy_ops
 from bagua.common.core import core
 from bagua.common.errors import BaguaError, UsageError
@@ -26,11 +27,13 @@ from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.objects import broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
-from bagua.torch import kept
-from bagua.torch.buckets import Bucket, Plan, Slot, claims
-from bagua.torch.checks import check_algorithm, check_parameters, checked_names
+from bagua.torch import kept, lost
+from bagua.torch.bucket_plan import Plan
+from bagua.torch.buckets import Bucket, Fold, Slot, claims
+from bagua.torch.checks import check_parameters, checked_names
 from bagua.torch.grouping import Grouping
 from bagua.torch.loose import Loose
+from bagua.torch.safety import NonFinite
 
 _optimizer_numbers = itertools.count()
 # Who has begun to exchange in which backward pass.
@@ -52,11 +55,10 @@ class Gradients:
         groups: Sequence[Sequence[torch.Tensor]] | None,
         sparse_as_dense: bool,
         process_set: ProcessSet,
-        algorithm: str | Algorithm,
+        algorithm: Algorithm,
+        step: int = 0,
     ) -> None:
         config = world().config
-        algorithm = find(algorithm)
-        check_algorithm(algorithm, compression, process_set)
         self.passes_per_step = 1
         self.paused = False  # by no_sync
         self._optimizer = optimizer
@@ -77,6 +79,7 @@ class Gradients:
             process_set,
             compression.wire_dtype,
             int(config.bucket_mb * 2**20),
+            _fold_of(optimizer, algorithm),
         )
         self._loose = Loose(self._plan, compression)
         self._grouping = Grouping(num_groups, groups)
@@ -87,7 +90,7 @@ class Gradients:
         self._buckets: list[Bucket] = []
         self._order: list[Slot] | None = [] if config.learn_bucket_order else None
         self._numbers = itertools.count()  # of slots
-        self._step = 0
+        self._step = step
         self._passes = 0  # backward passes that only accumulated
         self._in_backward = False
         self._silent = False  # this pass only accumulates
@@ -101,11 +104,35 @@ class Gradients:
         self._rebuild_due = False  # some slots have left their buckets
         self._loaded: dict[str, Any] | None = None  # state that is to be taken up
         self._state_due = False
+        self._watch = None
+        if config.check_finite != "off":
+            self._watch = NonFinite(process_set, f"{self._plan.prefix}.finite")
+        self.skips = False  # the next step, since gradients are no numbers
         self.refresh()
-        self._state_due = kept.keeps_something(self._buckets)
+        self._state_due = lost.something(self._buckets)
 
     def __del__(self) -> None:
-        for param, hook in getattr(self, "_hooks", {}).items():
+        self.close()
+
+    @property
+    def algorithm(self) -> Algorithm:
+        return self._plan.algorithm
+
+    def change(self, algorithm: Algorithm) -> None:
+        """Goes on with another algorithm; what was lost so far is not, where it still counts."""
+        self.look_again()
+        self._plan.fold = _fold_of(self._optimizer, algorithm)
+        self._plan.algorithm = algorithm
+        self._rebuild([[slot for bucket in self._buckets for slot in bucket.slots]])
+        self._state_due = self._state_due and lost.something(self._buckets)
+
+    def settle(self) -> None:
+        """Replicas are equal at any time."""
+
+    def close(self) -> None:
+        """Leaves the parameters alone, and their gradients as they are."""
+        hooks, self._hooks = getattr(self, "_hooks", {}), {}
+        for param, hook in hooks.items():
             hook.remove()
             claims.drop(param)
 
@@ -131,8 +158,8 @@ class Gradients:
             if not bucket.averages and any(s.param.grad is s.view for s in bucket.slots):
                 raise UsageError(
                     f"{slot.name} got a second contribution in one backward after the first was "
-                    "exchanged; with op=Sum use zero_grad(set_to_none=True) or "
-                    "checkpoint(..., use_reentrant=False)"
+                    "exchanged; unless averages travel as they are, use "
+                    "zero_grad(set_to_none=True) or checkpoint(..., use_reentrant=False)"
                 )
             bucket.stale = True  # a second contribution in one backward: launch once more
         elif bucket.ready(slot.index) and self._overlaps and not self._state_due:
@@ -144,8 +171,9 @@ class Gradients:
     def _begin_backward(self) -> None:
         if self._exchanged and any(bucket.sums_again() for bucket in self._buckets):
             raise UsageError(
-                "backward ran twice before step(), on top of gradients that are sums over ranks "
-                "already; use backward_passes_per_step, no_sync(), zero_grad() or op=Average"
+                "backward ran twice before step(), on top of gradients that ranks have exchanged "
+                "and that are no plain averages; use backward_passes_per_step, no_sync() or "
+                "zero_grad()"
             )
         self._in_backward = True
         self._unshared = True
@@ -177,10 +205,11 @@ class Gradients:
         self._launch_rest()
         errors = [] if self._launch_error is None else [self._launch_error]
         # Whatever failed: nothing may still be in flight when the caller touches gradients again.
-        parts: list[Any] = [*self._buckets, self._loose]
-        for part in parts:
+        waits = [bucket.advance for bucket in self._buckets]
+        waits += [bucket.deliver for bucket in self._buckets]
+        for wait in [*waits, self._loose.deliver]:
             try:
-                part.deliver()
+                wait()
             except BaseException as error:
                 errors.append(error)
         self._reset()
@@ -188,6 +217,15 @@ class Gradients:
             raise errors[0]
         self._exchanged = True
         self._unshared = False
+        if self._watch is not None:
+            self._tell(self._watch.agreed())
+
+    def _tell(self, found: str) -> None:
+        """Which gradients were no numbers; the same on all ranks."""
+        self.skips = bool(found) and world().config.check_finite == "skip"
+        if found and self._process_set.rank() == 0:
+            skipped = "; the step is skipped on all ranks" if self.skips else ""
+            warnings.warn(f"step {self._step}: NaN or Inf in {found}{skipped}", stacklevel=4)
 
     def _launch_rest(self) -> None:
         """Launches what is not under way; once. What goes wrong is told by `_exchange`."""
@@ -234,11 +272,13 @@ class Gradients:
     def zeroed(self) -> None:
         """There are no gradients any more, so there are none to exchange before a step."""
         self._exchanged = self._unshared = False
+        self.skips = False
         self._passes = 0
 
     def stepped(self) -> None:
         """The optimizer has stepped."""
         self._step += 1
+        self.skips = False
         self._exchanged = False
         self._unshared = False
         self._passes = 0
@@ -301,30 +341,32 @@ class Gradients:
                 self._loose.add(slot)
             self._hooks[slot.param] = slot.param.register_post_accumulate_grad_hook(slot.notice)
             claims.add(slot.param)
-        check_parameters([*known, *added], self._process_set)
+        check_parameters(((s.name, s.param) for s in (*known, *added)), self._process_set)
         self._rebuild([known, added])
         self._unshared = self._unshared or any(s.param.grad is not None for s in added)
+
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        return [(self._name(param), param) for param in self._params]
 
     def _name(self, param: torch.Tensor) -> str:
         return self._names.setdefault(param, f"parameter.{len(self._names)}")
 
     def _rebuild(self, runs: Sequence[Sequence[Slot]], exactly: bool = False) -> None:
         """Lays out buckets anew; `exactly`: a run is a bucket."""
-        old = {
-            slot: (slot.view, slot.residuals) for bucket in self._buckets for slot in bucket.slots
-        }
-        for slot in old:
+        layout = [bucket.slots for bucket in self._buckets]
+        views = {slot: slot.view for slots in layout for slot in slots}
+        residuals = {slot: slot.residuals for slot in views}
+        for slot in views:
             slot.leave()
         runs = [[slot for slot in run if not self._loose.has(slot.param)] for run in runs]
         if not exactly:
             runs = self._grouping.apply([slot for run in runs for slot in run]) or runs
         self._buckets = self._plan.build(runs, self._step, cut=not (exactly or self._grouping))
-        for slot, (view, residuals) in old.items():
-            # What was lost of means, or of what a node gave, stays behind: another rank may encode
-            # them now.
-            if not self._plan.algorithm.hierarchical:
-                for before, now in zip(residuals[:1], slot.residuals):
-                    now.copy_(before)
+        for bucket in self._buckets:
+            bucket.watch = None if self._watch is None else self._watch.look
+        same = layout == [bucket.slots for bucket in self._buckets]
+        lost.carry_over(residuals, self._buckets, everything=same)
+        for slot, view in views.items():
             if slot.param.grad is view and slot.param in self._slots:
                 slot.view.copy_(view)
                 slot.param.grad = slot.view
@@ -334,17 +376,25 @@ class Gradients:
     def state(self) -> dict[str, Any] | None:
         if self._loaded is not None:
             return self._loaded
-        if not kept.keeps_something(self._buckets):
+        if not lost.something(self._buckets):
             return None
-        learned = self._order is None
-        return kept.saved(
-            self._buckets, self._plan.algorithm, self._process_set, self._step, learned
-        )
+        names = [[slot.name for slot in bucket.slots] for bucket in self._buckets]
+        return {
+            "identity": self._identity(),
+            "layout": (self._step, self._order is None, names),
+            "lost": lost.by_name(self._buckets),
+        }
 
-    def load_state(self, loaded: dict[str, Any] | None) -> None:
+    def load_state(self, loaded: dict[str, Any] | None, step: int) -> None:
         """It is taken up in the next exchange, where all ranks are."""
-        self._loaded = loaded
-        self._state_due = kept.keeps_something(self._buckets)
+        self._loaded, self._step = loaded, step
+        self._state_due = lost.something(self._buckets)
+
+    def go_to(self, step: int) -> None:
+        self._step = step
+
+    def _identity(self) -> dict[str, object]:
+        return kept.identity(self.algorithm, self._process_set, sorted(self._by_name))
 
     def _take_up_state(self) -> None:
         """The ranks agree whether all can, in the first exchange and after loading."""
@@ -352,14 +402,15 @@ class Gradients:
             return
         loaded, self._loaded, self._state_due = self._loaded, None, False
         name = f"{self._plan.prefix}.state"
-        if not kept.agrees(loaded, self._buckets, self._plan.algorithm, self._process_set, name):
+        if not kept.agrees(loaded, self._identity(), name, self._process_set):
             loaded = None
         if loaded is not None:
-            if loaded["learned"]:
+            _, learned, buckets = loaded["layout"]
+            if learned:
                 self._order = None
-            runs = [[self._by_name[name] for name in names] for names in loaded["buckets"]]
+            runs = [[self._by_name[name] for name in names] for names in buckets]
             self._rebuild(runs, exactly=True)
-        kept.restore(loaded, self._buckets)
+        lost.restore(loaded and loaded["lost"], self._buckets)
 
     @property
     def _by_name(self) -> dict[str, Slot]:
@@ -415,3 +466,16 @@ def _weakly(gradients: Gradients) -> Any:
             self._decide(self._slots[param])
 
     return decide
+
+
+def _fold_of(optimizer: torch.optim.Optimizer, algorithm: Algorithm) -> Fold | None:
+    """What makes momentum of gradients, where that is what travels."""
+    if algorithm.what != "momentum":
+        return None
+    fold = getattr(optimizer, "fold_gradients", None)
+    if fold is None:
+        raise UsageError(
+            f"{algorithm!r} exchanges the optimizer's momentum, which {type(optimizer).__name__} "
+            "does not offer; use bagua.torch.QAdam"
+        )
+    return fold

@@ -11,7 +11,8 @@ import torch
 
 from bagua.common.errors import BaguaError
 from bagua.torch import ops
-from bagua.torch.buckets import Plan, Slot
+from bagua.torch.bucket_plan import Plan
+from bagua.torch.buckets import Slot
 
 
 class Loose:

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Union
 
 import torch
 
-from bagua.algorithms import Algorithm
+from bagua.algorithms import Algorithm, PerParameter, QAdam, find
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.process_set import ProcessSet, global_process_set
 from bagua.common.world import world
-from bagua.torch import kept
+from bagua.torch import kept, safety
+from bagua.torch.background import Background
+from bagua.torch.between_steps import BetweenSteps
+from bagua.torch.checks import check_algorithm
 from bagua.torch.compression import Compression
 from bagua.torch.gradients import Gradients
+from bagua.torch.mixing import Mixing
+from bagua.torch.outer import Outer
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
+
+
+Choice = Union[str, Algorithm, Mapping[str, Union[str, Algorithm]]]
+Driver = Union[Gradients, BetweenSteps]
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -37,7 +47,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         groups: or in these: lists of parameters that are exchanged together.
         sparse_as_dense: turn sparse gradients into dense ones first.
         process_set: the ranks that train this model together.
-        algorithm: how replicas communicate, by name or as an `Algorithm`.
+        algorithm: how replicas communicate: by name, as an `Algorithm`, or as a dict from patterns
+            of parameters' names to either.
     """
 
     def __init__(
@@ -52,7 +63,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
         sparse_as_dense: bool = False,
         process_set: ProcessSet = global_process_set,
-        algorithm: str | Algorithm | None = None,
+        algorithm: Choice | None = None,
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             raise UsageError("this optimizer is distributed already")
@@ -64,42 +75,52 @@ class DistributedOptimizer(torch.optim.Optimizer):
             num_groups, groups = groups, None
         self.inner = optimizer
         self._skip_synchronize = False
-        self._gradients = Gradients(
-            optimizer,
-            named_parameters,
-            compression=compression,
-            op=None if op is None else ReduceOp(op),
-            scales=(1.0 / gradient_predivide_factor, gradient_predivide_factor),
-            num_groups=num_groups,
-            groups=groups,
-            sparse_as_dense=sparse_as_dense,
-            process_set=process_set,
-            algorithm=world().config.algorithm if algorithm is None else algorithm,
-        )
+        self._named = None if named_parameters is None else list(named_parameters)
+        self._process_set = process_set
+        self._compression = compression
+        self._of_gradients = {
+            "compression": compression,
+            "op": None if op is None else ReduceOp(op),
+            "scales": (1.0 / gradient_predivide_factor, gradient_predivide_factor),
+            "num_groups": num_groups,
+            "groups": groups,
+            "sparse_as_dense": sparse_as_dense,
+        }
+        self._step = 0
+        self._since = 0  # the step from which the algorithm counts
+        self._loaded: dict[str, Any] | None = None  # of an algorithm that comes with the next step
+        self._algorithm = self._checked(algorithm or world().config.algorithm)
+        self._driver: Driver = self._driver_of(self._algorithm.at(0))
         self.set_backward_passes_per_step(backward_passes_per_step)
 
     # ---- training ------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps the wrapped optimizer with gradients that all ranks share."""
-        loss: Any
+        loss: Any = None
         if closure is not None:
             loss = self.inner.step(self._synchronized(closure))
         else:
             if not self._skip_synchronize:
-                self._gradients.synchronize()
-            loss = self.inner.step()
-        self._gradients.stepped()
+                self.synchronize()
+            if not getattr(self._driver, "skips", False):
+                loss = self.inner.step()
+        self._driver.stepped()
+        self._step += 1
+        self._catch_up()
+        self._check_replicas()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._gradients.look_again()
-        self._gradients.zeroed()
+        self._catch_up()
+        self._driver.look_again()
+        self._driver.zeroed()
         self.inner.zero_grad(set_to_none)
 
     def synchronize(self) -> None:
         """Makes sure that gradients are exchanged; after `backward()` they usually are."""
-        self._gradients.synchronize()
+        self._catch_up()
+        self._driver.synchronize()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -113,25 +134,116 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """In it `backward()` only accumulates; the next one outside, or `step()`, exchanges."""
-        before, self._gradients.paused = self._gradients.paused, True
+        before, self._driver.paused = self._driver.paused, True
         try:
             yield
         finally:
-            self._gradients.paused = before
+            self._driver.paused = before
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         if int(passes) < 1:
             raise UsageError(f"backward_passes_per_step must be at least 1, not {passes}")
-        self._gradients.passes_per_step = int(passes)
+        self._driver.passes_per_step = int(passes)
 
     def _synchronized(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
             with torch.enable_grad():
                 loss = closure()
-            self._gradients.synchronize()
+            self.synchronize()
             return loss
 
         return evaluate
+
+    # ---- how replicas communicate --------------------------------------------------------------
+
+    @property
+    def algorithm(self) -> Algorithm:
+        return self._algorithm
+
+    def set_algorithm(self, algorithm: Choice) -> None:
+        """Goes on with another algorithm, from the next step; every rank calls it at the same one.
+
+        Where replicas had been different, all end with their exact average first.
+        """
+        self._algorithm = self._checked(algorithm)
+        self._since = self._step
+        self._catch_up()
+
+    def settle(self) -> None:
+        """All ranks end with one exact average of weights, where the algorithm lets them differ.
+
+        Call it on every rank: after training, or before a checkpoint that one of them writes.
+        """
+        self._driver.settle()
+
+    def pause(self) -> None:
+        """Begins no more exchanges in the background, until `resume()`."""
+        self._background().resting = True
+
+    def resume(self) -> None:
+        self._background().resting = False
+
+    def consensus_distance(self) -> float:
+        """How far weights of the ranks are from their mean, relative to it; every rank calls it."""
+        between = isinstance(self._driver, BetweenSteps)
+        return self._driver.consensus_distance() if between else 0.0  # type: ignore[union-attr]
+
+    def _background(self) -> Background:
+        if not isinstance(self._driver, Background):
+            raise UsageError(f"{self._algorithm!r} has nothing in the background to pause")
+        return self._driver
+
+    def _checked(self, algorithm: Choice) -> Algorithm:
+        if isinstance(algorithm, Mapping):
+            algorithm = PerParameter(algorithm)
+        found = find(algorithm)
+        warmup = getattr(self.inner, "warmup_steps", found.warmup_steps)
+        if isinstance(found, QAdam) and warmup != found.warmup_steps:
+            if not isinstance(algorithm, str):
+                raise UsageError(
+                    f"warmup_steps is {found.warmup_steps} in {found!r} and {warmup} in the "
+                    "optimizer; leave it out of the algorithm"
+                )
+            found = replace(found, warmup_steps=warmup)
+        check_algorithm(found, self._of_gradients, self._process_set)
+        return found
+
+    def _driver_of(self, algorithm: Algorithm) -> Driver:
+        if algorithm.what in ("grad", "momentum"):
+            return Gradients(
+                self.inner,
+                self._named,
+                process_set=self._process_set,
+                algorithm=algorithm,
+                step=self._step,
+                **self._of_gradients,
+            )
+        kind: type[BetweenSteps] = Outer if algorithm.what == "delta" else Mixing
+        if algorithm.when == "background":
+            kind = Background
+        return kind(self.inner, self._named, algorithm, self._process_set, self._step)
+
+    def _catch_up(self) -> None:
+        """Changes to the algorithm of this step."""
+        now, wanted = self._driver, self._algorithm.at(self._step - self._since)
+        if wanted == now.algorithm:
+            return
+        if isinstance(now, Gradients) and wanted.what in ("grad", "momentum"):
+            now.change(wanted)
+        else:
+            now.settle()
+            now.close()
+            self._driver = self._driver_of(wanted)
+            self._driver.passes_per_step, self._driver.paused = now.passes_per_step, now.paused
+        if self._loaded is not None:
+            self._driver.load_state(self._loaded, self._step)
+            self._loaded = None
+
+    def _check_replicas(self) -> None:
+        every = int(world().config.check_replicas_every)
+        if not every or self._step % every or not isinstance(self._driver, Gradients):
+            return
+        safety.check_replicas(self._driver.named(), f"replicas.{self._step}", self._process_set)
 
     # GradScaler would hand its scale to this object; so it unscales the gradients itself.
     _step_supports_amp_scaling = False
@@ -164,17 +276,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> Any:
         """The wrapped optimizer's, and what this rank's algorithm keeps from step to step."""
-        own = self._gradients.state()
-        return self.inner.state_dict() | ({kept.KEY: own} if own else {})
+        kept_now = self._driver.state()
+        if kept_now is None and not self._algorithm.warmup_steps:
+            return self.inner.state_dict()
+        own = {"step": self._step, "since": self._since, "kept": kept_now}
+        return self.inner.state_dict() | {kept.KEY: own}
 
     def load_state_dict(self, state_dict: Any) -> None:
         """What an algorithm keeps is taken up in the next exchange, if every rank has its own."""
         self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != kept.KEY})
-        self._gradients.load_state(state_dict.get(kept.KEY))
+        own = state_dict.get(kept.KEY) or {"step": self._step, "since": self._since, "kept": None}
+        self._step, self._since = own["step"], own["since"]
+        wanted = self._algorithm.at(self._step - self._since)
+        self._loaded = own["kept"] if wanted != self._driver.algorithm else None
+        self._driver.load_state(None if self._loaded else own["kept"], self._step)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Steps so far, and the step from which the algorithm counts."""
+        return self._step, self._since
+
+    @progress.setter
+    def progress(self, progress: tuple[int, int]) -> None:
+        self._step, self._since = progress
+        self._driver.go_to(self._step)
 
     def add_param_group(self, param_group: Any) -> None:
         self.inner.add_param_group(param_group)
-        self._gradients.refresh()
+        self._driver.refresh()
 
     def __getattr__(self, name: str) -> Any:
         # Only what neither this object nor torch.optim.Optimizer has gets here.

@@ -10,6 +10,7 @@
 
 #include "codec/codec.h"
 #include "collective/pace.h"
+#include "collective/peers.h"
 #include "common/crew.h"
 #include "common/types.h"
 #include "kernel/reduce.h"
@@ -74,10 +75,18 @@ struct Job {
   std::vector<Fragment> fragments = {};
   // An allreduce whose values are to travel through a codec.
   const Coding* coding = nullptr;
-  bool exact_in_nodes = false;        // only between nodes, if ranks share any
-  float* residual = nullptr;          // what encoding lost, for each element of data; or null
-  float* residual_of_mean = nullptr;  // the same of results, where this rank encodes them
-  Crew* crew = nullptr;               // helps with large reductions, if set
+  bool exact_in_nodes = false;  // codec and peers count between nodes only, if ranks share any
+  // What is remembered from time to time for each element of data, or null. `compressed`: what
+  // encoding lost of this rank's values, and of the results that it encodes. `mirrored`: the copies
+  // of this rank's values and its neighbors'.
+  Kept kept = {};
+  Peers peers = {};               // an allreduce's, if not everyone
+  std::vector<int> weights = {};  // how many ranks each of the group stands for; empty: 1
+  Crew* crew = nullptr;           // helps with large reductions, if set
+
+  int weight_of(int index) const {
+    return weights.empty() ? 1 : weights[static_cast<size_t>(index)];
+  }
 
   size_t item() const { return dtype_nbytes(dtype); }
   size_t nbytes() const { return static_cast<size_t>(count) * item(); }
@@ -113,6 +122,8 @@ void ring(Job& job);
 void halving(Job& job);
 void adasum(Job& job);
 void compressed(Job& job);
+void neighbors(Job& job);
+void mirrored(Job& job);
 void broadcast(Job& job);
 void allgather(Job& job);
 void alltoall(Job& job);

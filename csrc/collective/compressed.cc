@@ -110,7 +110,7 @@ class Exchange {
     for_segments(i, [&](size_t, Range range, int64_t at) {
       if (job_.prepare) job_.prepare(range.begin, range.count);
       char* wire = (mine ? wires.taken : wires.given) + at;
-      encode(range, job_.residual, wire);
+      encode(range, job_.kept[0], wire);
       if (!mine)
         sends_.add(group_.send(i, wire, static_cast<size_t>(coding_.wire_nbytes(range.count))));
     });
@@ -125,7 +125,7 @@ class Exchange {
     if (!job_.finish.identity())
       bagua::reduce(DType::kF32, ReduceOp::kSum, sum, srcs, 1, range.count, job_.finish);
     char* result = parts_[static_cast<size_t>(group_.me())].result + at;
-    encode(range, job_.residual_of_mean, result);
+    encode(range, job_.kept[1], result);
     for (int d = 1; d < group_.size(); ++d)
       sends_.add(group_.send(group_.neighbor(d), result,
                              static_cast<size_t>(coding_.wire_nbytes(range.count))));

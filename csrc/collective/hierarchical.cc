@@ -3,8 +3,9 @@
 // with its counterparts by messages, and writes what comes back to everyone on its node. Bytes sent
 // per node: 2 * (k-1)/k * N for k nodes, as if each were one rank; twice that for 16-bit floats,
 // whose sums travel as fp32 so that each is rounded once. How the leaders do it is chosen as for
-// any allreduce, through the job's codec if it has one; scatter_reduce overlaps with the work
-// inside the node, segment by segment.
+// any allreduce, through the job's codec and with its peers if it has any; then a node is one peer,
+// which counts by its ranks. scatter_reduce overlaps with the work inside the node, segment by
+// segment.
 #include <algorithm>
 #include <map>
 #include <vector>
@@ -22,13 +23,14 @@ constexpr size_t kChunkNbytes = 32 << 20;
 struct Layout {
   std::vector<int> mine;      // group indices on this node
   std::vector<int> partners;  // those in my place on every node, if I am a leader
+  std::vector<int> weights;   // the ranks of each partner's node
   int leaders;
 };
 
 Layout layout_of(const Group& group) {
   std::map<int, std::vector<int>> nodes;
   for (int i = 0; i < group.size(); ++i) nodes[group.node_of(i)].push_back(i);
-  Layout layout{nodes[group.node_of(group.me())], {}, group.size()};
+  Layout layout{nodes[group.node_of(group.me())], {}, {}, group.size()};
   for (const auto& [number, members] : nodes)
     layout.leaders = std::min(layout.leaders, static_cast<int>(members.size()));
   const auto place = std::find(layout.mine.begin(), layout.mine.end(), group.me());
@@ -36,6 +38,8 @@ Layout layout_of(const Group& group) {
   if (leader < static_cast<size_t>(layout.leaders))
     for (const auto& [number, members] : nodes) layout.partners.push_back(members[leader]);
   std::sort(layout.partners.begin(), layout.partners.end());
+  for (const int partner : layout.partners)
+    layout.weights.push_back(static_cast<int>(nodes[group.node_of(partner)].size()));
   return layout;
 }
 
@@ -110,15 +114,17 @@ class Neighbors {
 
 // The leaders' part: slice number `leader` of the chunk at `at`, over all nodes.
 void lead(Job& job, Group& far, int leader, int leaders, int64_t at, int64_t count,
-          const Neighbors& neighbors) {
+          const std::vector<int>& weights, const Neighbors& neighbors) {
   const Slice slice = slice_of(count, leaders, leader);
   const bool wide = dtype_nbytes(job.dtype) == 2 && is_float(job.dtype);
   char* mine = neighbors.mine() + slice.begin * static_cast<int64_t>(job.item());
   Job across{far, job.scratch, wide ? DType::kF32 : job.dtype, job.op, job.finish};
   across.count = slice.count;
   across.coding = far.size() > 1 ? job.coding : nullptr;
-  if (job.residual) across.residual = job.residual + at + slice.begin;
-  if (job.residual_of_mean) across.residual_of_mean = job.residual_of_mean + at + slice.begin;
+  for (size_t i = 0; i < job.kept.size(); ++i)
+    if (job.kept[i]) across.kept[i] = job.kept[i] + at + slice.begin;
+  across.peers = job.peers;
+  across.weights = weights;
   across.data = wide ? job.scratch.get(Scratch::kWide, across.nbytes()) : mine;
   auto* floats = reinterpret_cast<float*>(across.data);
   across.prepare = [&](int64_t begin, int64_t n) {
@@ -146,7 +152,7 @@ void hierarchical(Job& job) {
   for (int64_t at = 0; at < job.count; at += chunk) {
     const int64_t count = std::min(chunk, job.count - at);
     Neighbors neighbors(job, near, job.data + at * static_cast<int64_t>(job.item()), count);
-    if (leads) lead(job, far, near.me(), layout.leaders, at, count, neighbors);
+    if (leads) lead(job, far, near.me(), layout.leaders, at, count, layout.weights, neighbors);
     neighbors.part();
   }
   job.group.count(near);

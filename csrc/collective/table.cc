@@ -15,10 +15,11 @@ bool always(const Job&) { return true; }
 bool is_adasum(const Job& job) { return job.op == ReduceOp::kAdasum; }
 // Through a codec or not.
 bool adds(const Job& job) { return !is_adasum(job); }
-bool is_linear(const Job& job) { return adds(job) && !job.coding; }
+bool is_plain(const Job& job) { return !job.coding && job.peers.all(); }
+bool is_linear(const Job& job) { return adds(job) && is_plain(job); }
 bool on_one_node(const Job& job) { return job.group.node() != nullptr; }
 bool exact_here(const Job& job) {
-  return adds(job) && on_one_node(job) && (!job.coding || job.exact_in_nodes);
+  return adds(job) && on_one_node(job) && (is_plain(job) || job.exact_in_nodes);
 }
 // A ring rounds to the element type at every hop. 16-bit sums must not, and integers only where
 // nothing is divided or scaled at the end: a sum that wraps around comes out the same.
@@ -36,16 +37,23 @@ bool halving_fits(const Job& job) { return ring_can(job) && job.group.size() >= 
 bool hierarchical_can(const Job& job) {
   const bool whole = !is_float(job.dtype) && !is_complex(job.dtype);
   return adds(job) && job.group.size() > 1 && (!whole || job.finish.identity()) &&
-         (!job.coding || job.exact_in_nodes);
+         (is_plain(job) || job.exact_in_nodes);
 }
 bool hierarchical_fits(const Job& job) {
-  return hierarchical_can(job) && (job.coding || job.nbytes() >= kHierarchicalNbytes) &&
+  return hierarchical_can(job) && (!is_plain(job) || job.nbytes() >= kHierarchicalNbytes) &&
          job.group.on_shared_nodes();
 }
 bool compressed_can(const Job& job) {
-  return job.coding && job.group.size() > 1 &&
+  return job.coding && job.peers.all() && job.group.size() > 1 &&
          (job.op == ReduceOp::kSum || job.op == ReduceOp::kAverage) &&
          (job.dtype == DType::kF32 || job.dtype == DType::kF16 || job.dtype == DType::kBF16);
+}
+bool neighbors_can(const Job& job) {
+  return !job.coding && !job.peers.all() && job.op == ReduceOp::kAverage && is_float(job.dtype);
+}
+bool mirrored_can(const Job& job) {
+  return job.coding && job.peers.kind == Peers::kRing && job.op == ReduceOp::kAverage &&
+         job.dtype == DType::kF32 && job.group.size() > 1;
 }
 bool gather_fits(const Job& job) {
   return is_linear(job) &&
@@ -60,6 +68,8 @@ const std::vector<Collective>& collectives() {
       {"shared", OpKind::kAllreduce, exact_here, exact_here, shared, false, true},
       {"hierarchical", OpKind::kAllreduce, hierarchical_fits, hierarchical_can, hierarchical},
       {"compressed", OpKind::kAllreduce, compressed_can, compressed_can, compressed, true},
+      {"neighbors", OpKind::kAllreduce, neighbors_can, neighbors_can, neighbors, true},
+      {"mirrored", OpKind::kAllreduce, mirrored_can, mirrored_can, mirrored, true},
       {"gather_reduce", OpKind::kAllreduce, gather_fits, is_linear, gather_reduce},
       {"ring", OpKind::kAllreduce, ring_fits, ring_can, ring},
       {"halving", OpKind::kAllreduce, halving_fits, ring_can, halving},

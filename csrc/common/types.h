@@ -1,6 +1,7 @@
 // The vocabulary every layer shares: element types, reductions and kinds of operation.
 #pragma once
 
+#include <array>
 #include <complex>
 #include <cstddef>
 #include <cstdint>
@@ -124,6 +125,9 @@ constexpr Slice slice_of(int64_t total, int parts, int index) {
 
 // Elements [begin, begin + count) of a stretch that is not in one place: where they are and where
 // their results go, which may be the same.
+// Memory that an exchange keeps for the next one: up to three floats for each value.
+using Kept = std::array<float*, 3>;
+
 struct Fragment {
   int64_t begin;
   int64_t count;

@@ -44,7 +44,7 @@ bool Bucket::in_an_arena(const char* data) {
 
 Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
                const std::vector<int64_t>& slot_counts, Description exchange, int32_t set,
-               int32_t priority, bool feedback)
+               int32_t priority, int kept)
     : engine_(std::move(engine)),
       name_(std::move(name)),
       dtype_(dtype),
@@ -56,7 +56,8 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
   description_.priority = priority;
   const auto item = static_cast<int64_t>(dtype_nbytes(dtype));
   const bool adasum = description_.op == ReduceOp::kAdasum;  // weighs every tensor by itself
-  movable_ = !adasum && description_.codec.empty() && engine_->exchanges_anywhere(set);
+  movable_ = !adasum && description_.codec.empty() && description_.peers.empty() &&
+             engine_->exchanges_anywhere(set);
   std::vector<int> alone;
   for (size_t i = 0; i < counts_.size(); ++i) {
     const bool large = movable_ && counts_[i] * item >= kLoneNbytes;
@@ -71,10 +72,9 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
     std::lock_guard<std::mutex> lock(arenas().mutex);
     arenas().ends[arena_.get()] = arena_.get() + nbytes();
   }
-  if (feedback) {
-    residual_ = zeros(count_);
-    residual_of_mean_ = zeros(count_);
-  }
+  if (kept > static_cast<int>(Kept().size()))
+    throw InternalError("a bucket keeps 3 floats a value");
+  for (int i = 0; i < kept; ++i) kept_.push_back(zeros(count_));
   if (shared > 0 || alone.empty()) add_part(0, shared);
   for (const int slot : alone) {
     if (movable_) part_of_[static_cast<size_t>(slot)] = static_cast<int>(parts_.size());
@@ -179,11 +179,13 @@ RequestPtr Bucket::start_over() {
   request->description = description_;
   request->parts = parts_;
   request->keepalive = arena_;
-  if (residual_) {
-    request->residual = residual_.get();
-    request->residual_of_mean = residual_of_mean_.get();
-    request->keepalive = std::make_shared<std::vector<std::shared_ptr<void>>>(
-        std::vector<std::shared_ptr<void>>{arena_, residual_, residual_of_mean_});
+  if (!kept_.empty()) {
+    auto owners = std::make_shared<std::vector<std::shared_ptr<void>>>(1, arena_);
+    for (size_t i = 0; i < kept_.size(); ++i) {
+      request->kept[i] = kept_[i].get();
+      owners->push_back(kept_[i]);
+    }
+    request->keepalive = std::move(owners);
   }
   return request;
 }

@@ -14,11 +14,11 @@ namespace bagua {
 
 class Bucket {
  public:
-  // `exchange` describes what the launch asks for, without tensors. With `feedback` its codec's
-  // errors are kept for the next time.
+  // `exchange` describes what the launch asks for, without tensors. What it needs for
+  // the next time, see Job::kept, is so many floats per value.
   Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
          const std::vector<int64_t>& slot_counts, Description exchange, int32_t set,
-         int32_t priority, bool feedback = false);
+         int32_t priority, int kept = 0);
 
   ~Bucket();
   Bucket(const Bucket&) = delete;
@@ -29,10 +29,8 @@ class Bucket {
   char* data() const { return arena_.get(); }
   int64_t nbytes() const { return count_ * static_cast<int64_t>(dtype_nbytes(dtype_)); }
   DType dtype() const { return dtype_; }
-  // What encoding has lost of this rank's values, and of the means it encodes, for each element of
-  // the arena; null without feedback.
-  const std::shared_ptr<float>& residual() const { return residual_; }
-  const std::shared_ptr<float>& residual_of_mean() const { return residual_of_mean_; }
+  // What is kept for each element of the arena.
+  const std::vector<std::shared_ptr<float>>& kept() const { return kept_; }
   int64_t count() const { return count_; }
   // Where each slot begins, in elements; every slot starts on a cache line, unless a codec would
   // see the gaps.
@@ -77,7 +75,7 @@ class Bucket {
   std::vector<int64_t> begins_;
   int64_t count_ = 0;  // elements, padding included
   std::shared_ptr<char> arena_;
-  std::shared_ptr<float> residual_, residual_of_mean_;
+  std::vector<std::shared_ptr<float>> kept_;
   Description description_;
   std::vector<Part> parts_;
   bool movable_;

@@ -151,7 +151,7 @@ bool Engine::wait(const Handle& handle, double timeout_s) {
       channel_->hush(true);
       caller_drives_ = true;
       drive(&handle, deadline_s);
-      const bool more = anything_open();
+      const bool more = anything_open() || (ledger_ && ledger_->has_background());
       channel_->hush(false);
       lock.lock();
       driven_ = false;
@@ -203,7 +203,7 @@ void Engine::coordinate() {
     driven_ = false;
     stopped_ = through;
     // The wake-up of what came after the last look was perhaps read by that look.
-    if (due() || stopping_ != stopping) doze_us = 0;
+    if (due() || stopping_ != stopping || (ledger_ && ledger_->has_background())) doze_us = 0;
     changed_.notify_all();
     if (through) return;
   }
@@ -291,7 +291,7 @@ void Engine::handle(const Message& message) {
     case MessageType::kBye:
       // What was decided with the leaver must reach it ahead of the answer.
       if (ledger_) {
-        decide();
+        decide(/*everything=*/true);
         channel_->send(message.from, text_message(MessageType::kBye));
         ledger_->leave(message.from);
       }

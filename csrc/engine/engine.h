@@ -89,7 +89,8 @@ class Engine {
     std::string name;
     Description description;
     int64_t nbytes = 0;
-    RequestPtr open;  // named entries: the request that was reported
+    int64_t rounds = 0;  // exchanges since it was agreed first
+    RequestPtr open;     // named entries: the request that was reported
   };
   // What this rank knows of one process set.
   struct Set {
@@ -125,11 +126,11 @@ class Engine {
   bool take_submissions();
   void report(Set& set, const RequestPtr& request);
   void send_reports();
-  void decide();
+  void decide(bool everything = false);
   void apply(const Decision& decision);
   RequestPtr take_open(Set& set, int32_t id, const Key& key);
   void run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed,
-                  const std::vector<Entry>& forgotten);
+                  std::vector<Entry>& forgotten);
   void exchange(const Set& set, const std::vector<RequestPtr>& requests);
   void tell_choice(const Collective& row, const Job& job);
   RequestPtr stand_in(const Set& set, const Entry& entry);

@@ -80,8 +80,12 @@ void Engine::send_reports() {
   }
 }
 
-void Engine::decide() {
-  for (Decision& decision : ledger_->take()) {
+void Engine::decide(bool everything) {
+  std::vector<Decision> taken = ledger_->take(everything);
+  // What runs in the background does so one by one, when there is nothing else.
+  if (taken.empty() && decisions_.empty() && exchanging_.empty() && ledger_->has_background())
+    taken.push_back(ledger_->take_background());
+  for (Decision& decision : taken) {
     Writer w;
     decision.encode(w);
     bool mine = false;
@@ -102,7 +106,7 @@ void Engine::apply(const Decision& decision) {
   std::vector<Entry> forgotten;
   for (const auto& definition : decision.definitions) {
     if (definition.id == Decision::kForgotten) {
-      Entry entry{definition.name, Description::decode(definition.description), 0, nullptr};
+      Entry entry{definition.name, Description::decode(definition.description), 0, 0, nullptr};
       entry.nbytes = nbytes_of(entry.description);
       forgotten.push_back(std::move(entry));
       continue;
@@ -113,6 +117,7 @@ void Engine::apply(const Decision& decision) {
     entry.name = definition.name;
     entry.description = Description::decode(definition.description);
     entry.nbytes = nbytes_of(entry.description);
+    entry.rounds = 0;
     if (entry.name.empty()) {
       set.by_bytes[definition.description] = definition.id;
     } else {
@@ -145,21 +150,21 @@ RequestPtr Engine::take_open(Set& set, int32_t id, const Key& key) {
 }
 
 void Engine::run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed,
-                        const std::vector<Entry>& forgotten) {
+                        std::vector<Entry>& forgotten) {
   Set& set = sets_.at(id);
   std::vector<RequestPtr> requests;
   std::vector<Candidate> candidates;
   auto next_forgotten = forgotten.begin();
   for (const auto& item : agreed) {
-    const Entry& entry = item.id == Decision::kForgotten
-                             ? *next_forgotten++
-                             : set.entries[static_cast<size_t>(item.id)];
+    Entry& entry = item.id == Decision::kForgotten ? *next_forgotten++
+                                                   : set.entries[static_cast<size_t>(item.id)];
     RequestPtr request = take_open(set, item.id, {item.seq ? "" : entry.name, item.seq});
     if (!request && !set.joining)
       throw InternalError("the ranks agreed on '" + entry.name + "' (" +
                           kind_name(entry.description.kind) + "), which rank " +
                           std::to_string(rank_) + " has not asked for");
     if (!request) request = stand_in(set, entry);
+    request->round = entry.rounds++;
     requests.push_back(request);
     candidates.push_back({&entry.description, entry.nbytes});
   }

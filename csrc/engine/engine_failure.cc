@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "collective/peers.h"
 #include "common/clock.h"
 #include "engine/engine.h"
 
@@ -34,11 +35,21 @@ std::string Engine::refuse(const Request& request) {
       problem = std::string("Adasum needs a floating-point tensor, not ") + dtype_name(dtype);
     if (is_complex(dtype) && (d.op == ReduceOp::kMin || d.op == ReduceOp::kMax))
       problem = std::string(op_name(d.op)) + " has no meaning for " + dtype_name(dtype);
+    if (!d.codec.empty() && dtype != DType::kF32 && dtype != DType::kF16 && dtype != DType::kBF16)
+      problem = std::string("codecs carry floats of 32 and 16 bits, not ") + dtype_name(dtype);
+    if (!d.peers.empty() && !is_float(dtype))
+      problem = std::string("peers average floats, not ") + dtype_name(dtype);
     if (dtype == DType::kBool && d.op == ReduceOp::kAverage)
       problem = "average has no meaning for bool; use Sum (any) or Product (all)";
   });
   if (d.kind == OpKind::kReducescatter && d.op == ReduceOp::kAdasum)
     problem = "reducescatter cannot use Adasum";
+  const bool adds = d.op == ReduceOp::kSum || d.op == ReduceOp::kAverage;
+  if (!d.codec.empty() && !adds) problem = std::string(op_name(d.op)) + " cannot use a codec";
+  if (!d.peers.empty() && d.op != ReduceOp::kAverage)
+    problem = std::string("peers can be averaged only, not ") + op_name(d.op);
+  if (!d.codec.empty() && !d.peers.empty() && parse_peers(d.peers).kind != Peers::kRing)
+    problem = "a codec goes with all peers or a ring, not with " + d.peers;
   return problem;
 }
 

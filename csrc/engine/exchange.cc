@@ -154,20 +154,20 @@ void exchange_allreduce(const std::vector<RequestPtr>& requests, Group& group,
                         const Workbench& bench) {
   const Description& d = requests[0]->description;
   const Finish finish = finish_of(d, group.size());
-  const bool fuse = d.op != ReduceOp::kAdasum && d.codec.empty();
+  const bool fuse = d.op != ReduceOp::kAdasum && d.codec.empty() && d.peers.empty();
   Coding coding;
   if (!d.codec.empty()) coding = parse_coding(d.codec);
+  Peers peers = parse_peers(d.peers);
+  peers.round += requests[0]->round;
   std::vector<Tensor> tensors = tensors_by_dtype(requests);
   const auto copies = take_apart(tensors);
   on_stretches(tensors, group, bench, fuse, [&](Job& job) {
     job.op = d.op;
     job.finish = finish;
-    if (coding.codec) {
-      job.coding = &coding;
-      job.exact_in_nodes = d.exact_in_nodes;
-      job.residual = requests[0]->residual;
-      job.residual_of_mean = requests[0]->residual_of_mean;
-    }
+    job.coding = coding.codec ? &coding : nullptr;
+    job.kept = requests[0]->kept;
+    job.peers = peers;
+    job.exact_in_nodes = d.exact_in_nodes;
     if (!is_linear(d.op)) scale_all(job, d.prescale);
     if (group.size() == 1) return scale_all(job, finish.factor);
     run(OpKind::kAllreduce, job, bench);

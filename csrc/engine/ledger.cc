@@ -1,6 +1,7 @@
 #include "engine/ledger.h"
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 
 namespace bagua {
@@ -77,9 +78,13 @@ Ledger::Ledger(int world_size) {
 
 const std::vector<int>& Ledger::ranks_of(int32_t set) const { return sets_.at(set).ranks; }
 
-std::vector<Decision> Ledger::take() {
+std::vector<Decision> Ledger::take(bool everything) {
   std::vector<Decision> taken;
   for (Decision& d : decisions_) {
+    // Who has joined stands in for requests that were agreed before, and for no others.
+    everything = everything || d.last_joined >= 0;
+    if (!everything) hold_back(d);
+    while (everything && has_background()) taken.push_back(take_background());
     if (d.empty()) continue;
     // Bits come first and in the order of ids: this is what the others will see.
     std::stable_sort(d.agreed.begin(), d.agreed.end(), [](const auto& a, const auto& b) {
@@ -88,7 +93,26 @@ std::vector<Decision> Ledger::take() {
     taken.push_back(std::move(d));
   }
   decisions_.clear();
+  while (everything && has_background()) taken.push_back(take_background());
   return taken;
+}
+
+void Ledger::hold_back(Decision& d) {
+  const auto gives_way = [&](const Decision::Agreed& item) {
+    return item.id != Decision::kForgotten &&
+           sets_[d.set].entries[static_cast<size_t>(item.id)].description.background;
+  };
+  const auto rest = std::stable_partition(d.agreed.begin(), d.agreed.end(), std::not_fn(gives_way));
+  for (auto item = rest; item != d.agreed.end(); ++item) background_.emplace_back(d.set, *item);
+  d.agreed.erase(rest, d.agreed.end());
+}
+
+Decision Ledger::take_background() {
+  Decision next;
+  next.set = background_.front().first;
+  next.agreed = {background_.front().second};
+  background_.pop_front();
+  return next;
 }
 
 Decision& Ledger::decision(int32_t set) {

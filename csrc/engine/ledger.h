@@ -27,8 +27,11 @@ class Ledger {
   // The rank shut down: whatever needs it is rejected, now and later.
   void leave(int rank);
 
-  // Decisions since the last call, in order.
-  std::vector<Decision> take();
+  // Decisions since the last call, in order. Those about requests in the background are held back,
+  // unless `everything` is to go out: the next one comes when asked for.
+  std::vector<Decision> take(bool everything = false);
+  bool has_background() const { return !background_.empty(); }
+  Decision take_background();
   const std::vector<int>& ranks_of(int32_t set) const;
 
   // Requests that have been open for longer than age_s.
@@ -85,6 +88,7 @@ class Ledger {
   };
 
   Decision& decision(int32_t set);
+  void hold_back(Decision& decision);
   void turn_away(int rank, const Report& report);
   void arrive(int32_t set, int member, const Report::Full& full, double now_s);
   void arrive_bit(int32_t set, int member, int32_t id, double now_s);
@@ -103,6 +107,7 @@ class Ledger {
   std::map<int32_t, Set> sets_;
   int32_t next_set_ = 1;
   std::vector<Decision> decisions_;
+  std::deque<std::pair<int32_t, Decision::Agreed>> background_;  // with the process set
 };
 
 // Whether an operation of this kind can go on while some members have joined.

@@ -46,6 +46,7 @@ void Description::add_tensor(DType dtype, const int64_t* shape, size_t ndim) {
 bool Description::operator==(const Description& other) const {
   return kind == other.kind && op == other.op && root == other.root && prescale == other.prescale &&
          postscale == other.postscale && priority == other.priority && codec == other.codec &&
+         peers == other.peers && background == other.background &&
          exact_in_nodes == other.exact_in_nodes && layout == other.layout;
 }
 
@@ -58,6 +59,8 @@ std::string Description::encode() const {
   w.put(postscale);
   w.put(priority);
   w.put_string(codec);
+  w.put_string(peers);
+  w.put(background);
   w.put(exact_in_nodes);
   w.put_vector(layout);
   return w.take();
@@ -73,6 +76,8 @@ Description Description::decode(std::string_view bytes) {
   d.postscale = r.get<double>();
   d.priority = r.get<int32_t>();
   d.codec = r.get_string();
+  d.peers = r.get_string();
+  d.background = r.get<bool>();
   d.exact_in_nodes = r.get<bool>();
   d.layout = r.get_vector<int64_t>();
   return d;
@@ -94,6 +99,9 @@ Difference first_difference(const Description& here, const Description& there) {
   if (here.priority != there.priority)
     return {"priority", std::to_string(here.priority), std::to_string(there.priority)};
   if (here.codec != there.codec) return {"codec", here.codec, there.codec};
+  if (here.peers != there.peers) return {"peers", here.peers, there.peers};
+  if (here.background != there.background)
+    return {"background", std::to_string(here.background), std::to_string(there.background)};
   if (here.exact_in_nodes != there.exact_in_nodes)
     return {"hierarchical", std::to_string(here.exact_in_nodes),
             std::to_string(there.exact_in_nodes)};

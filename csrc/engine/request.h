@@ -24,7 +24,9 @@ struct Description {
   double prescale = 1;
   double postscale = 1;
   std::string codec;            // of an allreduce whose values travel through one, see parse_coding
-  bool exact_in_nodes = false;  // then only between nodes
+  std::string peers;            // of an allreduce that is not with everyone, see parse_peers
+  bool exact_in_nodes = false;  // codec and peers count only between nodes
+  bool background = false;      // gives way to everything else
   int32_t priority = 0;         // higher goes first among requests agreed together
   // Per tensor: element type, number of dimensions, dimensions. For add_process_set: the ranks.
   std::vector<int64_t> layout;
@@ -111,8 +113,8 @@ struct Request {
   Description description;
   std::vector<Part> parts;
   std::vector<Fragment> fragments;  // where the first part is, if not in one place
-  float* residual = nullptr;        // error feedback, see Job
-  float* residual_of_mean = nullptr;
+  Kept kept = {};                   // see Job
+  int64_t round = 0;                // how often this has been exchanged since it was agreed
   std::vector<int64_t> rows;        // allgather, alltoall: this rank's, of each tensor
   std::vector<int64_t> splits;      // alltoall: rows for each rank
   std::string refusal;              // not empty: this rank cannot take part, and why

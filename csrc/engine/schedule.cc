@@ -7,7 +7,8 @@ namespace bagua {
 namespace {
 
 bool fusible(const Description& d) {
-  return d.kind == OpKind::kAllreduce && d.op != ReduceOp::kAdasum && d.codec.empty();
+  return d.kind == OpKind::kAllreduce && d.op != ReduceOp::kAdasum && d.codec.empty() &&
+         d.peers.empty();
 }
 
 bool alike(const Description& a, const Description& b) {

@@ -157,29 +157,32 @@ PYBIND11_MODULE(_core, m) {
       .def(py::init([](std::shared_ptr<Engine> engine, const std::string& name, int dtype,
                        const std::vector<int64_t>& counts, int op, double prescale,
                        double postscale, int set, int priority, const std::string& codec,
-                       bool exact_in_nodes, bool feedback) {
+                       bool exact_in_nodes, int kept, const std::string& peers, bool background) {
              Description d;
              if (!codec.empty()) parse_coding(codec);
+             parse_peers(peers);
              d.codec = codec;
+             d.peers = peers;
+             d.background = background;
              d.exact_in_nodes = exact_in_nodes;
              d.op = static_cast<ReduceOp>(op);
              d.prescale = prescale;
              d.postscale = postscale;
              return std::make_shared<Bucket>(std::move(engine), name, static_cast<DType>(dtype),
-                                             counts, d, set, priority, feedback);
+                                             counts, d, set, priority, kept);
            }),
            py::arg("engine"), py::arg("name"), py::arg("dtype"), py::arg("counts"), py::arg("op"),
            py::arg("prescale"), py::arg("postscale"), py::arg("set"), py::arg("priority"),
-           py::arg("codec") = "", py::arg("exact_in_nodes") = false, py::arg("feedback") = false)
+           py::arg("codec") = "", py::arg("exact_in_nodes") = false, py::arg("kept") = 0,
+           py::arg("peers") = "", py::arg("background") = false)
       .def_property_readonly("begins", &Bucket::begins)
-      .def_property_readonly("residuals",
+      .def_property_readonly("kept",
                              [](const Bucket& b) {
-                               py::list both;
-                               if (!b.residual()) return both;
-                               for (const auto& data : {b.residual(), b.residual_of_mean()})
-                                 both.append(std::make_shared<Memory>(Memory{
+                               py::list all;
+                               for (const auto& data : b.kept())
+                                 all.append(std::make_shared<Memory>(Memory{
                                      {data, reinterpret_cast<char*>(data.get())}, 4 * b.count()}));
-                               return both;
+                               return all;
                              })
       .def("ready", &Bucket::ready)
       .def("refuse", &Bucket::refuse)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from bagua.algorithms import Algorithm, ByteGrad, Exchange, TopK
+from bagua.algorithms import Algorithm, ByteGrad, DiLoCo, Exchange, PowerSGD, QAdam, TopK
 from bagua.algorithms.exchange import CODECS, LOSSY, NEED_FEEDBACK, VALUE_CODECS
 from bagua.common.core import core
 from bagua.common.world import world
@@ -190,8 +190,19 @@ MISTAKES = {
     "sign1": (lambda: Algorithm(codec="sign1", error_feedback=False), "does not learn"),
     "raw": (lambda: Algorithm(error_feedback=True), "loses something"),
     "max": (lambda: Algorithm(codec="fp16", op=5), "sums and averages"),
-    "peers": (lambda: Algorithm(peers="shift_one"), "not in this version"),
-    "every": (lambda: ByteGrad(every=0), "not in this version"),
+    "peers": (lambda: Algorithm(peers="shift_one"), "drift apart for ever"),
+    "every": (lambda: ByteGrad(every=0), "at least 1"),
+    "late": (lambda: Algorithm(every=2), "lose the gradients"),
+    "when": (lambda: Algorithm(what="weight", when="backwards"), "forward' or 'step"),
+    "what": (lambda: Algorithm(what="weights"), "did you mean 'weight'"),
+    "weights": (lambda: Algorithm(what="weight", codec="fp16"), "lose too much"),
+    "ring": (
+        lambda: Algorithm(what="weight", peers="ring", when="step", codec="topk"),
+        "says too little",
+    ),
+    "outer": (lambda: DiLoCo(outer_momentum=1.0), "outer_momentum"),
+    "low rank": (lambda: PowerSGD(codec="minmax_u8"), "choose one"),
+    "warm-up": (lambda: QAdam(warmup_steps=-1), "warmup_steps"),
     "pattern": (lambda: ByteGrad(exact="head.*"), "list of patterns"),
 }
 
@@ -314,19 +325,23 @@ def test_the_optimizers_state_is_broadcast_without_it(everyone, hvd):
     optimizer = hvd.DistributedOptimizer(sgd, algorithm=Algorithm(codec="sign1"))
     (param * gradient(everyone.me, 0, (4, 4))).sum().backward()
     optimizer.step()
-    kept = optimizer.state_dict()["bagua"]["lost"]["parameter.0"][0]
+    kept = optimizer.state_dict()["bagua"]["kept"]["lost"]["parameter.0"][0]
     hvd.broadcast_optimizer_state(optimizer, 0)
-    assert torch.equal(optimizer.state_dict()["bagua"]["lost"]["parameter.0"][0], kept)
+    again = optimizer.state_dict()["bagua"]["kept"]["lost"]["parameter.0"][0]
+    assert torch.equal(again, kept)
     assert everyone.size == 1 or kept.any()
 
 
 @pytest.mark.parametrize("how", ["of another size", "of rank 0 alone", "of another step"])
 def test_a_checkpoint_that_does_not_fit_begins_anew(everyone, hvd, how):
     def change(state):
+        kept = state["bagua"]["kept"]
         if how == "of another size":
-            return state | {"bagua": state["bagua"] | {"size": everyone.size + 1}}
+            kept["identity"]["size"] = everyone.size + 1
+            return state
         if how == "of another step":
-            return state | {"bagua": state["bagua"] | {"step": everyone.me}}
+            kept["layout"] = (everyone.me, *kept["layout"][1:])
+            return state
         return state | {"bagua": hvd.broadcast_object(state["bagua"], 0)}
 
     if everyone.size == 1 and how != "of another size":

@@ -90,7 +90,7 @@ void check(const Coding& coding, int n, int64_t count, bool feedback) {
     job.finish = finish;
     job.count = count;
     job.coding = &coding;
-    if (feedback) job.residual = residual.data(), job.residual_of_mean = of_mean.data();
+    if (feedback) job.kept = {residual.data(), of_mean.data()};
     for (int round = 0; round < kRounds; ++round) {
       for (int64_t i = 0; i < count; ++i) data[static_cast<size_t>(i)] = noise(rank, round, i);
       data.back() = 42;
@@ -182,7 +182,7 @@ void check_between_nodes(const Coding& coding, const std::vector<int>& node_of, 
         job.coding = &coding;
         job.exact_in_nodes = true;
         job.data = reinterpret_cast<char*>(data.data());
-        if (feedback) job.residual = residual.data(), job.residual_of_mean = of_mean.data();
+        if (feedback) job.kept = {residual.data(), of_mean.data()};
         for (int round = 0; round < kRounds; ++round) {
           for (int64_t i = 0; i < count; ++i) data[static_cast<size_t>(i)] = noise(rank, round, i);
           const Collective& row = choose_collective(OpKind::kAllreduce, job, "auto");

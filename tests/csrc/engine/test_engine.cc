@@ -5,6 +5,7 @@
 
 #include <numeric>
 
+#include "collective/peers.h"
 #include "engine/loopback_world.h"
 
 namespace bagua {
@@ -321,6 +322,63 @@ TEST(Engine, ForgottenRequestsTravelWhole) {
         for (const int32_t x : values) ASSERT_EQ(x, 2);
     }
   });
+}
+
+TEST(Engine, BackgroundGivesWayAndIsCarriedOut) {
+  LoopbackWorld world(3);
+  world.run([&](int rank) {
+    std::vector<std::vector<float>> values(20, std::vector<float>(1000, 1.0f + rank));
+    for (int round = 0; round < 3; ++round) {
+      std::vector<HandlePtr> handles;
+      for (size_t i = 0; i < values.size(); ++i) {
+        values[i].assign(1000, 1.0f + static_cast<float>(rank));
+        auto request = request_of(OpKind::kAllreduce, "patient " + std::to_string(i));
+        request->description.background = true;
+        add_vector(*request, values[i]);
+        handles.push_back(world[rank].submit(request, Urgency::kNow));
+      }
+      std::vector<float> now(1, 1.0f);
+      auto request = request_of(OpKind::kAllreduce, "now");
+      add_vector(*request, now);
+      const HandlePtr first = world[rank].submit(request, Urgency::kWaited);
+      ASSERT_TRUE(world[rank].wait(*first, kHangS));
+      EXPECT_EQ(now[0], 3.0f);
+      for (const HandlePtr& handle : handles) ASSERT_TRUE(world[rank].wait(*handle, kHangS));
+      for (const auto& vector : values) EXPECT_EQ(vector, std::vector<float>(1000, 6.0f));
+    }
+  });
+}
+
+TEST(Engine, PeersMeetInRounds) {
+  LoopbackWorld world(4);
+  world.run([&](int rank) {
+    for (int round = 0; round < 7; ++round) {
+      std::vector<float> value(5, static_cast<float>(rank));
+      auto request = request_of(OpKind::kAllreduce, "peers");
+      request->description.peers = "shift_one:2";
+      request->description.op = ReduceOp::kAverage;
+      add_vector(*request, value);
+      ASSERT_TRUE(world[rank].wait(*world[rank].submit(request, Urgency::kWaited), kHangS));
+      const int peer = meeting({Peers::kShiftOne, 2 + round}, 4, rank).take_from.at(0);
+      EXPECT_EQ(value, std::vector<float>(5, static_cast<float>(rank + peer) / 2)) << round;
+    }
+  });
+}
+
+TEST(Engine, RefusesWhatCodecsAndPeersCannotDo) {
+  LoopbackWorld world(1);
+  const auto problem = [&](ReduceOp op, const std::string& codec, const std::string& peers) {
+    std::vector<float> value(1);
+    auto request = request_of(OpKind::kAllreduce, "x");
+    request->description.op = op;
+    request->description.codec = codec;
+    request->description.peers = peers;
+    add_vector(*request, value);
+    EXPECT_THROW(world[0].submit(request, Urgency::kNow), UsageError) << codec << peers;
+  };
+  problem(ReduceOp::kAdasum, "minmax_u8", "");
+  problem(ReduceOp::kSum, "", "ring");
+  problem(ReduceOp::kAverage, "minmax_u8", "shift_one");
 }
 
 }  // namespace

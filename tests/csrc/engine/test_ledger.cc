@@ -377,5 +377,37 @@ TEST(Ledger, RemembersOnlySoManyUnnamed) {
   EXPECT_EQ(forgotten, static_cast<int>(kMany) - (1 << 12));
 }
 
+TEST(Ledger, HoldsBackWhatRunsInTheBackground) {
+  Book book(2);
+  Description patient = sum_of(1);
+  patient.background = true;
+  for (const char* name : {"late", "later"})
+    for (int rank : {0, 1}) book.tell(rank, full(name, patient));
+  for (int rank : {0, 1}) book.tell(rank, full("now", sum_of(1)));
+  const Decision first = book.take();
+  EXPECT_EQ(first.definitions.size(), 3u);
+  ASSERT_EQ(first.agreed.size(), 1u);
+  EXPECT_EQ(first.agreed[0].id, 2);
+  book.nothing();
+  ASSERT_TRUE(book.ledger.has_background());
+  EXPECT_EQ(book.ledger.take_background().agreed[0].id, 0);
+  EXPECT_EQ(book.ledger.take_background().agreed[0].id, 1);
+  EXPECT_FALSE(book.ledger.has_background());
+}
+
+TEST(Ledger, WhoHasJoinedStandsInForTheBackgroundBeforeItGoesOn) {
+  Book book(2);
+  Description patient = sum_of(1);
+  patient.background = true;
+  book.join(1);
+  book.tell(0, full("late", patient));
+  book.take();
+  book.join(0);
+  const auto taken = book.ledger.take();
+  ASSERT_EQ(taken.size(), 2u);
+  EXPECT_EQ(taken[0].agreed.size(), 1u);
+  EXPECT_EQ(taken[1].last_joined, 0);
+}
+
 }  // namespace
 }  // namespace bagua

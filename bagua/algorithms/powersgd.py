@@ -1,0 +1,22 @@
+"""Gradients of matrices travel as the product of two thin ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from bagua.algorithms.algorithm import Algorithm, register
+
+
+@register
+@dataclass(frozen=True)
+class PowerSGD(Algorithm):
+    """G + e ~ P Q', both averaged; what is lost comes next time. Bytes: 8 r (m + n) / (m n).
+
+    One step of the power method from the last Q (Vogels, Karimireddy, Jaggi 2019). Vectors, and
+    matrices that would not become smaller, travel as they are.
+    """
+
+    low_rank: int = 2
+    warmup_steps: int = 10
+    name: ClassVar[str] = "powersgd"

@@ -1,0 +1,21 @@
+"""Adam whose momentum travels as one byte a value, once its variance is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from bagua.algorithms.algorithm import Algorithm, register
+
+
+@register
+@dataclass(frozen=True)
+class QAdam(Algorithm):
+    """For `bagua.torch.QAdam`: after the warm-up m <- mean of b1 m + (1 - b1) g. Bytes: 2.03."""
+
+    what: str = "momentum"
+    codec: str = "minmax_u8"
+    hierarchical: bool = True
+    error_feedback: bool | None = True
+    warmup_steps: int = 100
+    name: ClassVar[str] = "qadam"

@@ -1,0 +1,63 @@
+"""Weights are averaged in the background, while training goes on."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from bagua.common.kinds import Urgency
+from bagua.common.objects import allgather_object
+from bagua.torch.between_steps import BetweenSteps
+
+
+class Background(BetweenSteps):
+    """After a step that finds a new average: x += average - what this rank had given for it."""
+
+    piece_nbytes = 1 << 20  # what others must wait for at most
+
+    def __init__(self, *args: object) -> None:
+        self._given: list[torch.Tensor] = []  # by piece, while an exchange is under way
+        self._next_s = 0.0
+        self.resting = False  # no exchange is begun
+        super().__init__(*args)  # type: ignore[arg-type]
+
+    def stepped(self) -> None:
+        super().stepped()
+        if self._given:
+            if all(piece.done() for piece in self._pieces):
+                self._finish()
+        elif not self.resting and self._due() and time.monotonic() >= self._next_s:
+            self._start()
+
+    @torch.no_grad()
+    def _start(self) -> None:
+        self._rounds += 1
+        self._next_s = time.monotonic() + self._exchange.interval_ms / 1e3
+        for piece in self._pieces:
+            piece.copy_weights()
+            self._given.append(piece.flat.clone())
+            piece.launch(Urgency.NOW)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        given, self._given = self._given, []
+        for piece, before in zip(self._pieces, given):
+            piece.land()
+            piece.flat -= before
+            torch._foreach_add_(piece.params, piece.views)
+
+    def _land(self) -> None:
+        self._given = []
+        super()._land()
+
+    def _drain(self) -> None:
+        """A rank may have begun an exchange that others have not yet."""
+        name = f"{self._prefix}.rounds"
+        everyone = allgather_object(self._rounds, name, self._process_set)
+        if self._given and self._rounds < max(everyone):
+            self._finish()
+        if self._rounds < max(everyone):
+            self._start()
+        if self._given:
+            self._finish()

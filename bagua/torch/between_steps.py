@@ -1,0 +1,215 @@
+"""What exchanges weights or their changes, not gradients: everything but when, and what becomes of
+the result, which mixing.py, background.py and outer.py say. Backward is left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from bagua.algorithms import Algorithm, BucketInfo, Exchange
+from bagua.common.core import core
+from bagua.common.kinds import Average, Sum
+from bagua.common.objects import broadcast_object
+from bagua.common.process_set import ProcessSet
+from bagua.common.world import world
+from bagua.torch import kept, ops
+from bagua.torch.buckets import dtype_name
+from bagua.torch.checks import check_parameters, checked_names
+from bagua.torch.pieces import Piece, pieces_of
+
+_numbers = itertools.count()
+
+
+class BetweenSteps:
+    """See the module."""
+
+    piece_nbytes = 0  # 0: the size of a bucket
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+        algorithm: Algorithm,
+        process_set: ProcessSet,
+        step: int,
+    ) -> None:
+        self.algorithm = algorithm
+        self.passes_per_step = 1  # gradients add up without our help
+        self.paused = False
+        self._optimizer = optimizer
+        self._names = checked_names(optimizer, named_parameters)
+        self._process_set = process_set
+        number = broadcast_object(next(_numbers), process_set.ranks[0], process_set=process_set)
+        self._prefix = f"weights.{number}"
+        self._generation = 0
+        self._step = step
+        self._rounds = 0  # exchanges so far
+        self._all_params: list[torch.Tensor] = []
+        self._required: list[bool] = []
+        self._pieces: list[Piece] = []
+        self._exchange = Exchange()
+        self._loaded: dict[str, Any] | None = None
+        self._begun = False
+        self.refresh()
+
+    # ---- called by the optimizer ---------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """The optimizer is about to step."""
+        self.refresh()
+        if not self._begun:
+            self._begin()
+
+    def stepped(self) -> None:
+        """The optimizer has stepped."""
+        self._step += 1
+
+    def zeroed(self) -> None:
+        pass
+
+    def look_again(self) -> None:
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Notices parameters that were added, frozen or thawed since the last look."""
+        lists = [group["params"] for group in self._optimizer.param_groups]
+        if core.unchanged(lists, self._all_params, self._required):
+            return
+        self._land()
+        self._all_params = [p for params in lists for p in params]
+        self._required = [p.requires_grad for p in self._all_params]
+        self._build()
+        self._begun = False
+
+    def settle(self) -> None:
+        """All ranks end with one exact average."""
+        with torch.no_grad():
+            self._drain()
+            params = [param.data for piece in self._pieces for param in piece.params]
+            name = f"{self._prefix}.settle"
+            ops.grouped_allreduce_(params, name=name, op=Average, process_set=self._process_set)
+            self._all_equal()
+
+    def close(self) -> None:
+        self._land()
+
+    def _land(self) -> None:
+        """Waits for what is under way, without using it."""
+        for piece in self._pieces:
+            piece.land()
+
+    def _drain(self) -> None:
+        """Waits for what is under way, and uses it."""
+        self._land()
+
+    def _all_equal(self) -> None:
+        """All ranks have the same weights now."""
+
+    # ---- its parts -----------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        """Pieces for the parameters there are; what was kept of them is lost."""
+        self._generation += 1
+        params = [p for p, required in zip(self._all_params, self._required) if required]
+        named = [(self._name(param), param) for param in params]
+        check_parameters(named, self._process_set)
+        count = sum(param.numel() for param in params)
+        dtype = dtype_name(params[0].dtype) if params else "float32"
+        prefix = f"{self._prefix}.{self._generation}"
+        info = BucketInfo(prefix, 0, dtype, count, sum(p.nbytes for p in params))
+        self._exchange = self.algorithm.plan(info, world(), self._step)
+        nbytes = self.piece_nbytes or int(world().config.bucket_mb * 2**20)
+        self._pieces = pieces_of(
+            prefix, named, self._exchange, self._process_set, nbytes, self._rounds
+        )
+
+    def _name(self, param: torch.Tensor) -> str:
+        return self._names.setdefault(param, f"parameter.{len(self._names)}")
+
+    def _due(self) -> bool:
+        """Whether the exchange belongs to the end of the step that was last."""
+        return self._step > 0 and self._step % self._exchange.every == 0
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Before the first step and after loading: from here on the ranks know each other."""
+        loaded, self._loaded = self._loaded, None
+        self._begun = True
+        mine = kept.identity(self.algorithm, self._process_set, self._names_of_all())
+        if not kept.agrees(loaded, mine, f"{self._prefix}.state", self._process_set):
+            loaded = None
+        if loaded is not None:
+            self._rounds = loaded["rounds"]
+            self._build()
+            self._restore(loaded["values"])
+            return
+        params = [param.data for piece in self._pieces for param in piece.params]
+        root = self._process_set.ranks[0]
+        name = f"{self._prefix}.begin"
+        ops.grouped_broadcast_(params, root, name=name, process_set=self._process_set)
+        self._all_equal()
+
+    def _names_of_all(self) -> list[str]:
+        return sorted(name for piece in self._pieces for name in piece.names)
+
+    # ---- what is kept from step to step --------------------------------------------------------
+
+    def _kept(self) -> dict[str, Callable[[Piece], torch.Tensor]]:
+        """By name: where a piece has it, in memory like its arena."""
+        count = self._exchange.kept
+        return {f"kept.{i}": functools.partial(_kept_copy, i) for i in range(count)}
+
+    def state(self) -> dict[str, Any] | None:
+        if self._loaded is not None:
+            return self._loaded
+        mine = kept.identity(self.algorithm, self._process_set, self._names_of_all())
+        values = {
+            what: {
+                name: view.clone()
+                for piece in self._pieces
+                for name, view in zip(piece.names, piece.views_of(where(piece)))
+            }
+            for what, where in self._kept().items()
+        }
+        return {"identity": mine, "layout": (self._step,), "rounds": self._rounds, "values": values}
+
+    def load_state(self, loaded: dict[str, Any] | None, step: int) -> None:
+        """It is taken up before the next step, where all ranks are."""
+        self._land()
+        self._loaded, self._step, self._begun = loaded, step, False
+
+    def go_to(self, step: int) -> None:
+        self._step = step
+
+    def _restore(self, values: dict[str, dict[str, torch.Tensor]]) -> None:
+        for what, where in self._kept().items():
+            for piece in self._pieces:
+                for name, view in zip(piece.names, piece.views_of(where(piece))):
+                    view.copy_(values[what][name])
+
+    # ---- what a user may want to know ----------------------------------------------------------
+
+    @torch.no_grad()
+    def consensus_distance(self) -> float:
+        """How far ranks are apart: their distances from the mean, by root mean square, relative."""
+        square = size = 0.0
+        for number, piece in enumerate(self._pieces):
+            mine = torch.cat([param.detach().to(torch.float64).flatten() for param in piece.params])
+            name = f"{self._prefix}.distance.{number}"
+            mean = ops.allreduce(mine, name=name, op=Average, process_set=self._process_set)
+            square += float((mine - mean).square().sum())
+            size += float(mean.square().sum())
+        total = torch.tensor([square], dtype=torch.float64)
+        name = f"{self._prefix}.distance"
+        ops.allreduce_(total, name=name, op=Sum, process_set=self._process_set)
+        return math.sqrt(float(total) / self._process_set.size() / size) if size else 0.0
+
+
+def _kept_copy(number: int, piece: Piece) -> torch.Tensor:
+    return piece.kept[number]

@@ -1,0 +1,88 @@
+"""Which parameters share a bucket, and what happens to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from bagua.algorithms import Algorithm, BucketInfo
+from bagua.common.kinds import ReduceOp
+from bagua.common.process_set import ProcessSet
+from bagua.common.world import world
+from bagua.torch.buckets import Bucket, Fold, Slot, dtype_name
+from bagua.torch.low_rank import LowRankBucket
+
+
+class Plan:
+    """What decides the buckets of one optimizer."""
+
+    def __init__(
+        self,
+        prefix: str,
+        algorithm: Algorithm,
+        op: ReduceOp | None,
+        scales: tuple[float, float],
+        process_set: ProcessSet,
+        wire_dtype: torch.dtype | None,
+        bucket_nbytes: int,
+        fold: Fold | None,
+    ) -> None:
+        self.prefix = prefix
+        self.algorithm = algorithm
+        self.op = op
+        self.scales = scales
+        self.process_set = process_set
+        self.wire_dtype = wire_dtype
+        self.bucket_nbytes = bucket_nbytes
+        self.fold = fold
+        self._generation = 0
+
+    def build(self, runs: Sequence[Sequence[Slot]], step: int, cut: bool) -> list[Bucket]:
+        """Buckets over runs of slots, in order of readiness; `cut` splits a run by size."""
+        self._generation += 1
+        buckets: list[Bucket] = []
+        for run in runs:
+            for slots in self._split(run, cut):
+                buckets.append(self._bucket(len(buckets), slots, step))
+        return buckets
+
+    def _split(self, run: Sequence[Slot], cut: bool) -> list[list[Slot]]:
+        """The run by element type and algorithm, each at most the bucket size, or one tensor."""
+        done: list[list[Slot]] = []
+        filling: dict[tuple[torch.dtype, bool, Algorithm], tuple[list[Slot], int]] = {}
+        for slot in run:
+            slot.algorithm = self.algorithm.of(slot.name, tuple(slot.param.shape))
+            slot.exact = self._is_exact(slot)
+            kind = (slot.param.dtype, slot.exact, slot.algorithm)
+            slots, nbytes = filling.get(kind, ([], 0))
+            more = slot.param.numel() * slot.param.element_size()
+            if slots and cut and nbytes + more > self.bucket_nbytes:
+                done.append(slots)
+                slots, nbytes = [], 0
+            slots.append(slot)
+            filling[kind] = (slots, nbytes + more)
+        return done + [slots for slots, _ in filling.values() if slots]
+
+    def _is_exact(self, slot: Slot) -> bool:
+        coded = slot.param.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        return not coded or slot.algorithm.keeps_exact(slot.name, tuple(slot.param.shape))
+
+    def _bucket(self, index: int, slots: Sequence[Slot], step: int) -> Bucket:
+        # All of them are ready at the launch; the optimizer likes to find them in its own order.
+        slots = sorted(slots, key=lambda slot: slot.number)
+        dtype = slots[0].param.dtype
+        if self.wire_dtype is not None and dtype.is_floating_point:
+            dtype = self.wire_dtype
+        count = sum(slot.param.numel() for slot in slots)
+        name = f"{self.prefix}.bucket.{self._generation}.{index}"
+        info = BucketInfo(name, index, dtype_name(dtype), count, count * dtype.itemsize)
+        exchange = slots[0].algorithm.plan(info, world(), step)
+        if slots[0].exact:
+            exchange = replace(exchange, codec="raw", error_feedback=None, low_rank=0)
+        if self.op is not None:
+            exchange = replace(exchange, op=self.op)
+        alone = self.process_set.size() == 1  # then nothing has to travel
+        kind = LowRankBucket if exchange.low_rank and not alone else Bucket
+        return kind(name, info, slots, dtype, exchange, self.scales, self.process_set, self.fold)

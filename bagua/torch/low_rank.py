@@ -1,0 +1,109 @@
+"""Gradients of matrices averaged as products of two thin ones (PowerSGD)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from bagua.algorithms import BucketInfo, Exchange
+from bagua.common.errors import BaguaError
+from bagua.common.kinds import Urgency
+from bagua.common.process_set import ProcessSet
+from bagua.torch.buckets import Bucket, Fold, Slot
+from bagua.torch.pieces import Piece
+
+
+class LowRankBucket(Bucket):
+    """G + e ~ P Q': P = (G + e) Q, averaged and made orthonormal; Q = (G + e)' P, averaged.
+
+    Of each slot two things are kept: e, what the product has lost, and Q, where the next step
+    begins. The arena only gathers gradients and gives results.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        info: BucketInfo,
+        slots: Sequence[Slot],
+        dtype: torch.dtype,
+        exchange: Exchange,
+        scales: tuple[float, float],
+        process_set: ProcessSet,
+        fold: Fold | None = None,
+    ) -> None:
+        super().__init__(name, info, slots, dtype, exchange, scales, process_set, fold)
+        self.averages = False
+        self.own_residuals = 2
+        self._reads, self._large = False, [False] * len(self.slots)
+        rank = exchange.low_rank
+        self._wholes: list[torch.Tensor] = []  # G + e, while it travels
+        tall, wide = [], []
+        for slot in self.slots:
+            rows, columns = slot.view.shape[0], slot.view[0].numel()
+            rank_here = min(rank, rows, columns)
+            slot.residuals = [torch.zeros(rows, columns), torch.empty(columns, rank_here)]
+            self._wholes.append(torch.empty(rows, columns))
+            tall.append((slot.name, torch.empty(rows, rank_here)))
+            wide.append((slot.name, torch.empty(columns, rank_here)))
+            self.forget(slot)
+        plain = replace(exchange, low_rank=0)
+        self._tall = Piece(f"{name}.p", tall, plain, process_set)
+        self._wide = Piece(f"{name}.q", wide, plain, process_set)
+
+    def forget(self, slot: Slot) -> None:
+        lost, factor = slot.residuals
+        lost.zero_()
+        # The same on every rank, and another one for every parameter.
+        factor.normal_(generator=torch.Generator().manual_seed(slot.number))
+
+    @torch.no_grad()
+    def start(self, urgency: Urgency) -> None:
+        for slot, whole, tall in zip(self.slots, self._wholes, self._tall.views):
+            lost, factor = slot.residuals
+            torch.add(slot.view.reshape(whole.shape), lost, out=whole)
+            torch.matmul(whole, factor, out=tall)
+        self._tall.launch(urgency)
+        self.handle = self._tall
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        if self.handle is not self._tall:
+            return
+        self.handle = None
+        self._tall.land()
+        for whole, tall, wide in zip(self._wholes, self._tall.views, self._wide.views):
+            # A NaN or an Inf must be seen by who scales losses, and LAPACK does not like it.
+            tall.copy_(torch.linalg.qr(tall)[0] if tall.isfinite().all() else tall * torch.nan)
+            torch.matmul(whole.T, tall, out=wide)
+        self._wide.launch(Urgency.WAITED)
+        self.handle = self._wide
+
+    @torch.no_grad()
+    def _wait(self) -> None:
+        self.advance()
+        self.handle = None
+        self._wide.land()
+        parts = zip(self.slots, self._wholes, self._tall.views, self._wide.views)
+        for slot, whole, tall, wide in parts:
+            lost, factor = slot.residuals
+            mean = torch.matmul(tall, wide.T)
+            slot.view.copy_(mean.view(slot.view.shape))
+            torch.sub(whole, mean, out=lost)
+            factor.copy_(wide)
+            if not (lost.isfinite().all() and factor.isfinite().all()):
+                self.forget(slot)  # a NaN or an Inf is told once, not for ever
+
+    def discard(self) -> None:
+        kept: list[list[torch.Tensor]] = [[r.clone() for r in s.residuals] for s in self.slots]
+        super().discard()
+        for slot, before in zip(self.slots, kept):
+            for lost, value in zip(slot.residuals, before):
+                lost.copy_(value)
+
+    def refuse(self, problem: str) -> None:
+        for piece in (self._tall, self._wide):
+            with contextlib.suppress(BaguaError):
+                piece.refuse(problem)

@@ -1,0 +1,77 @@
+"""Weights become averages over peers: after a step, or while the next one computes."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from bagua.common.kinds import Urgency
+from bagua.torch.between_steps import BetweenSteps
+
+
+class Mixing(BetweenSteps):
+    """See the module. What travels during forward and backward is used before the next step."""
+
+    _launched = False
+    _mixed = False  # since the last step
+    _versions = 0  # of the weights that travel
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        if self._exchange.when == "forward" and self._due() and not self._mixed:
+            self._start(Urgency.WAITED)  # unless it is under way
+            self._finish()
+
+    def stepped(self) -> None:
+        super().stepped()
+        self._mixed = False
+        if not self._due():
+            return
+        if self._exchange.when == "forward":
+            self._start(Urgency.NOW)
+        else:
+            self._start(Urgency.WAITED)
+            self._finish()
+
+    @torch.no_grad()
+    def _start(self, urgency: Urgency) -> None:
+        if self._launched:
+            return
+        self._launched = True
+        for piece in self._pieces:
+            piece.copy_weights()
+            piece.launch(urgency)
+        self._versions = self._count_versions()
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        untouched = self._versions == self._count_versions()
+        self._launched, self._mixed = False, True
+        self._rounds += 1  # what a checkpoint finds under way begins once more
+        for piece in self._pieces:
+            piece.land()
+            if untouched:
+                piece.set_weights()
+        if not untouched:
+            warnings.warn(
+                "weights were changed while their average travelled, which is given up; with "
+                "when='step' they may be changed between steps",
+                stacklevel=4,
+            )
+
+    def _count_versions(self) -> int:
+        return sum(param._version for piece in self._pieces for param in piece.params)
+
+    def _land(self) -> None:
+        self._launched = False
+        super()._land()
+
+    def _drain(self) -> None:
+        if self._launched:
+            self._finish()
+
+    def _all_equal(self) -> None:
+        for piece in self._pieces:
+            for copies in piece.kept:
+                piece.copy_weights(piece.views_of(copies))

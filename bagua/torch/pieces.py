@@ -1,0 +1,134 @@
+"""Copies of parameters in arenas of the engine, for what is exchanged between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bagua.algorithms import Exchange
+from bagua.common.core import core
+from bagua.common.errors import UsageError
+from bagua.common.kinds import DTYPE_NUMBER, Urgency
+from bagua.common.process_set import ProcessSet
+from bagua.common.world import world
+from bagua.torch.buckets import dtype_name, view_like
+
+Named = Sequence[tuple[str, torch.Tensor]]
+
+
+class Piece:
+    """Values of some parameters, one after another, exchanged together.
+
+    Weights of 16 bits are exchanged in 32. Behind weights stands a 1: ranks that have joined
+    contribute zeros, and the average of the ones tells how many have not.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        named: Named,
+        exchange: Exchange,
+        process_set: ProcessSet,
+        rounds: int = 0,
+    ) -> None:
+        self.names = [name for name, _ in named]
+        self.params = [param for _, param in named]
+        dtype = wide(self.params[0])
+        self._counts_ranks = exchange.what == "weight" and not exchange.mirrors
+        peers = "" if exchange.peers == "all" else f"{exchange.peers}:{rounds}"
+        self._arena = core.Bucket(
+            engine=world().engine,
+            name=name,
+            dtype=DTYPE_NUMBER[dtype_name(dtype)],
+            counts=[p.numel() for p in self.params] + [1] * self._counts_ranks,
+            op=exchange.op,
+            prescale=1.0,
+            postscale=1.0,
+            set=process_set._id(),
+            priority=0,
+            codec=exchange.wire,
+            exact_in_nodes=exchange.hierarchical,
+            kept=exchange.kept,
+            peers=peers,
+            background=exchange.when == "background",
+        )
+        self.flat = _tensor(self._arena, dtype)
+        self._begins = list(self._arena.begins)
+        self.views = self.views_of(self.flat)
+        # What the engine keeps of each value until the next time.
+        self.kept = [_tensor(memory, torch.float32) for memory in self._arena.kept]
+        self._handle: Any | None = None
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of memory like the arena's, with the parameters' shapes."""
+        return [
+            view_like(flat[begin : begin + param.numel()], param)
+            for begin, param in zip(self._begins, self.params)
+        ]
+
+    def copy_weights(self, to: Sequence[torch.Tensor] | None = None) -> None:
+        torch._foreach_copy_(list(self.views if to is None else to), self.params)
+
+    def set_weights(self, values: Sequence[torch.Tensor] | None = None) -> None:
+        torch._foreach_copy_(self.params, list(self.views if values is None else values))
+
+    def launch(self, urgency: Urgency) -> None:
+        if self._counts_ranks:
+            self.flat[self._begins[-1]] = 1
+        self._handle = core.launch(self._arena, urgency, [])
+
+    def done(self) -> bool:
+        return self._handle is None or bool(self._handle.poll())
+
+    def land(self) -> None:
+        """Waits for the exchange, whose result is then in the arena."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        handle.wait()
+        if self._counts_ranks:
+            share = float(self.flat[self._begins[-1]])
+            if share != 1:
+                self.flat /= share
+
+    def refuse(self, problem: str) -> None:
+        self._arena.refuse(problem)
+
+
+def pieces_of(
+    prefix: str, named: Named, exchange: Exchange, process_set: ProcessSet, nbytes: int, rounds: int
+) -> list[Piece]:
+    """The parameters in order, cut into pieces of one element type and at most so many bytes."""
+    done: list[list[tuple[str, torch.Tensor]]] = []
+    filling: dict[torch.dtype, tuple[list[tuple[str, torch.Tensor]], int]] = {}
+    for name, param in named:
+        dtype = wide(param)
+        if exchange.codec != "raw" and dtype != torch.float32:
+            raise UsageError(f"{name} is {param.dtype}; codecs carry floats of 32 and 16 bits")
+        some, filled = filling.get(dtype, ([], 0))
+        more = param.numel() * dtype.itemsize
+        if some and filled + more > nbytes:
+            done.append(some)
+            some, filled = [], 0
+        some.append((name, param))
+        filling[dtype] = (some, filled + more)
+    done += [some for some, _ in filling.values() if some]
+    return [
+        Piece(f"{prefix}.{number}", some, exchange, process_set, rounds)
+        for number, some in enumerate(done)
+    ]
+
+
+def wide(param: torch.Tensor) -> torch.dtype:
+    """The element type in which values of this parameter are exchanged."""
+    if not param.dtype.is_floating_point:
+        raise UsageError(f"weights of type {param.dtype} cannot be averaged between steps")
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def _tensor(memory: Any, dtype: torch.dtype) -> torch.Tensor:
+    if memoryview(memory).nbytes == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype)

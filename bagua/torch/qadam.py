@@ -1,0 +1,117 @@
+"""Adam whose momentum can travel instead of gradients, once its variance is known well enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from bagua.common.errors import UsageError
+
+
+class QAdam(torch.optim.Optimizer):
+    """Adam for `warmup_steps` steps; then its variance stays as it is, and only momentum moves.
+
+    In a `DistributedOptimizer(..., algorithm="qadam")` ranks average gradients during the warm-up,
+    exactly, and momentum afterwards, through a codec. By itself it does the same on one rank.
+
+    Args:
+        params: parameters, or groups of them with betas and the like of their own.
+        lr: learning rate.
+        warmup_steps: steps in which the variance is estimated; at least 1.
+        betas: how much of momentum and variance is kept from step to step.
+        eps: added to the root of the variance.
+        weight_decay: of weights, as part of the gradient.
+        decoupled: instead multiply weights by 1 - lr * weight_decay, as AdamW does.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        warmup_steps: int = 100,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        decoupled: bool = False,
+    ) -> None:
+        if warmup_steps < 1 or warmup_steps != int(warmup_steps):
+            raise UsageError(f"warmup_steps is a number of steps, at least 1, not {warmup_steps}")
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not value >= 0:
+                raise UsageError(f"{name} is at least 0, not {value}")
+        for beta in betas:
+            if not 0 <= beta < 1:
+                raise UsageError(f"betas are from 0 to below 1, not {betas}")
+        self.warmup_steps = int(warmup_steps)
+        self._folded: set[torch.Tensor] = set()  # their `grad` is momentum already
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": tuple(betas),
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "decoupled": decoupled,
+            },
+        )
+
+    @torch.no_grad()
+    def fold_gradients(self, params: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+        """Makes gradients, in these views, the momentum that this rank would go on with."""
+        group_of = {param: group for group in self.param_groups for param in group["params"]}
+        for param, view in zip(params, views):
+            group = group_of[param]
+            self._decayed(param, view, group).lerp_(
+                self._state_of(param)["momentum"], group["betas"][0]
+            )
+            self._folded.add(param)
+
+    @staticmethod
+    def _decayed(
+        param: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
+    ) -> torch.Tensor:
+        if group["weight_decay"] and not group["decoupled"]:
+            gradient.add_(param, alpha=group["weight_decay"])
+        return gradient
+
+    def _state_of(self, param: torch.Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[param]
+        if not state:
+            state["step"] = 0
+            state["momentum"] = torch.zeros_like(param)
+            state["variance"] = torch.zeros_like(param)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._step(param, group)
+        self._folded.clear()
+        return loss
+
+    def _step(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self._state_of(param)
+        beta, beta_of_variance = group["betas"]
+        state["step"] += 1
+        momentum, variance = state["momentum"], state["variance"]
+        if param in self._folded:
+            momentum.copy_(param.grad)
+        else:
+            gradient = self._decayed(param, param.grad.clone(), group)  # type: ignore[union-attr]
+            momentum.lerp_(gradient, 1 - beta)
+            if state["step"] <= self.warmup_steps:
+                variance.mul_(beta_of_variance)
+                variance.addcmul_(gradient, gradient, value=1 - beta_of_variance)
+        if group["decoupled"]:
+            param.mul_(1 - group["lr"] * group["weight_decay"])
+        frozen_at = min(state["step"], self.warmup_steps)
+        root = variance.div(1 - beta_of_variance**frozen_at).sqrt_().add_(group["eps"])
+        param.addcdiv_(momentum, root, value=-group["lr"] / (1 - beta ** state["step"]))

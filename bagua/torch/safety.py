@@ -1,0 +1,80 @@
+"""Looks that no exchange needs: whether replicas are still equal, and gradients are numbers."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bagua.common.errors import BaguaError
+from bagua.common.objects import allgather_object
+from bagua.common.process_set import ProcessSet
+
+Named = Sequence[tuple[str, torch.Tensor]]
+
+
+class ReplicasDifferError(BaguaError):
+    """Weights that should be equal on all ranks are not."""
+
+
+def check_replicas(named: Named, name: str, process_set: ProcessSet) -> None:
+    """Raises on every rank, naming the first parameter that differs, and who differs from whom."""
+    mine = [_checksum(param) for _, param in named]
+    everyone = allgather_object(mine, name, process_set)
+    for i, (param_name, _) in enumerate(named):
+        ranks_of: dict[int, list[int]] = {}
+        for rank, sums in zip(process_set.ranks, everyone):
+            ranks_of.setdefault(sums[i], []).append(rank)
+        if len(ranks_of) > 1:
+            parties = " and ".join(_ranks(ranks) for ranks in ranks_of.values())
+            more = sum(len({sums[j] for sums in everyone}) > 1 for j in range(i + 1, len(named)))
+            raise ReplicasDifferError(
+                f"replicas differ: {param_name} is not the same on {parties}"
+                + (f", nor are {more} parameters after it" if more else "")
+                + ". Something changes weights on some ranks only, or ranks began unequal: call "
+                "broadcast_parameters() after loading and seed what all must draw alike"
+            )
+
+
+def _checksum(param: torch.Tensor) -> int:
+    values = param.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return zlib.crc32(values.numpy().data)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''}"
+
+
+class NonFinite:
+    """Finds out on which rank a gradient held a NaN or an Inf, before it is everybody's."""
+
+    def __init__(self, process_set: ProcessSet, name: str) -> None:
+        self._process_set, self._name = process_set, name
+        self._mine: dict[str, str] = {}  # by bucket: the first such parameter
+
+    def look(self, bucket: Any) -> None:
+        """At what a bucket is about to send."""
+        for slot in bucket.slots:
+            grad = slot.param.grad
+            if grad is None:
+                continue
+            values = grad._values() if grad.is_sparse else grad
+            # A sum is a tenth of the work, and overflows only where little is left to lose.
+            if not values.sum().isfinite() and not values.isfinite().all():
+                self._mine[bucket.name] = slot.name
+                return
+
+    def agreed(self) -> str:
+        """What any rank has found since the last call; the same on all."""
+        mine, self._mine = self._mine, {}
+        everyone = allgather_object(mine, self._name, self._process_set)
+        found = [
+            f"{param} ({bucket}) on rank {rank}"
+            for rank, theirs in zip(self._process_set.ranks, everyone)
+            for bucket, param in theirs.items()
+        ]
+        return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")

@@ -1,0 +1,449 @@
+"""Algorithms that exchange weights or their changes, against one loop that simulates all ranks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bagua.algorithms import (
+    Algorithm,
+    AsyncModelAverage,
+    Decentralized,
+    DiLoCo,
+    LocalSGD,
+    LowPrecisionDecentralized,
+)
+from bagua.common.core import core
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+
+SHAPES = [(3, 700), (5,), (40, 41)]
+INNER = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adam": lambda params: torch.optim.AdamW(params, lr=0.01),
+}
+
+
+def noise(rank: int, step: int, shape) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+class Replica:
+    """One rank of a model that is pulled somewhere else on every rank and in every step."""
+
+    def __init__(self, rank: int, inner: str) -> None:
+        self.rank = rank
+        self.params = [nn.Parameter(noise(99, 0, shape)) for shape in SHAPES]
+        self.optimizer = INNER[inner](self.params)
+
+    def backward(self, step: int) -> None:
+        for param in self.params:
+            param.grad = None
+        loss = sum(
+            (param - noise(self.rank, step, param.shape)).square().sum() for param in self.params
+        )
+        (loss / 4).backward()
+
+    def step(self, step: int) -> None:
+        self.backward(step)
+        self.optimizer.step()
+
+
+def values(replicas) -> list[list[torch.Tensor]]:
+    return [[param.detach().clone() for param in replica.params] for replica in replicas]
+
+
+def mean(tensors) -> torch.Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total / len(tensors)
+
+
+@torch.no_grad()
+def put(replica: Replica, tensors) -> None:
+    for param, tensor in zip(replica.params, tensors):
+        param.copy_(tensor)
+
+
+def real(everyone, hvd, inner: str, algorithm, steps: int, after=lambda step, optimizer: None):
+    """What this rank has after so many steps, and its optimizer."""
+    replica = Replica(everyone.me, inner)
+    optimizer = hvd.DistributedOptimizer(replica.optimizer, algorithm=algorithm)
+    for step in range(steps):
+        replica.backward(step)
+        optimizer.step()
+        after(step, optimizer)
+    return replica, optimizer
+
+
+def takes_from(peers: str, number: int, n: int, me: int) -> list[int]:
+    """Whose values this rank averages in exchange `number`, in rank order."""
+    if peers == "all":
+        return list(range(n))
+    if peers == "ring":
+        return sorted({(me - 1) % n, me, (me + 1) % n})
+    if peers == "exponential":
+        return sorted({me, (me - 2 ** (number % max(1, math.ceil(math.log2(n))))) % n})
+    # A tournament by the circle method: of an even number the last one sits in the middle, and
+    # meets who would meet itself.
+    seats = n if n % 2 else n - 1
+    for other in set(range(n)) - {me}:
+        low, high = sorted([me, other])
+        met = 2 * low if high == seats else low + high
+        if met % seats == number % seats:
+            return [low, high]
+    return [me]
+
+
+@pytest.mark.parametrize("inner", list(INNER))
+@pytest.mark.parametrize("when", ["forward", "step"])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("peers", ["all", "shift_one", "ring", "exponential"])
+def test_decentralized(everyone, hvd, peers, every, when, inner):
+    algorithm = Decentralized(peers=peers, every=every, when=when, hierarchical=False)
+    n, steps, number = everyone.size, 8, 0
+    replicas = [Replica(rank, inner) for rank in range(n)]
+
+    def mix() -> None:
+        nonlocal number
+        before = values(replicas)
+        for me, replica in enumerate(replicas):
+            chosen = [before[rank] for rank in takes_from(peers, number, n, me)]
+            put(replica, [mean(tensors) for tensors in zip(*chosen)])
+        number += 1
+
+    for step in range(steps):
+        for replica in replicas:
+            replica.backward(step)
+        if when == "forward" and step and step % every == 0:
+            mix()
+        for replica in replicas:
+            replica.optimizer.step()
+        if when == "step" and (step + 1) % every == 0:
+            mix()
+    mine, optimizer = real(everyone, hvd, inner, algorithm, steps)
+    for param, expected in zip(mine.params, replicas[everyone.me].params):
+        torch.testing.assert_close(param, expected, rtol=1e-6, atol=1e-6)
+        if n < 3 or peers == "shift_one":
+            assert torch.equal(param, expected)
+    optimizer.settle()
+    equal = hvd.allgather_object([param.detach() for param in mine.params])
+    assert all(torch.equal(a, b) for theirs in equal for a, b in zip(theirs, equal[0]))
+    assert optimizer.consensus_distance() < 1e-12
+
+
+def test_on_one_machine_hierarchical_means_all(everyone, hvd):
+    mine, optimizer = real(everyone, hvd, "sgd", Decentralized(when="step"), 3)
+    assert optimizer.consensus_distance() < 1e-6
+    assert mine.params[0].isfinite().all()
+
+
+def said(coding, z: torch.Tensor) -> torch.Tensor:
+    flat = np.ascontiguousarray(z.numpy(), np.float32)
+    wire, out = np.empty(coding.wire_nbytes(flat.size), np.uint8), np.empty_like(flat)
+    coding.encode(flat, wire)
+    coding.decode(wire, out)
+    return torch.from_numpy(out)
+
+
+@pytest.mark.parametrize("codec", ["minmax_u8", "minmax_u4", "fp8_e4m3", "bf16"])
+@pytest.mark.parametrize("inner", list(INNER))
+def test_low_precision_decentralized(everyone, hvd, codec, inner):
+    algorithm = LowPrecisionDecentralized(codec=codec, hierarchical=False)
+    n, steps = everyone.size, 5
+    coding = core.Coding(codec, 41, "raw")
+    replicas = [Replica(rank, inner) for rank in range(n)]
+    flats = [torch.cat([p.detach().flatten() for p in replica.params]) for replica in replicas]
+    own, left, right = ([flat.clone() for flat in flats] for _ in range(3))
+    for step in range(steps):
+        for replica in replicas:
+            replica.step(step)
+        if n == 1:
+            continue
+        moved = []
+        for rank, replica in enumerate(replicas):
+            x = torch.cat([param.detach().flatten() for param in replica.params])
+            z = x + left[rank] / 3 + right[rank] / 3
+            z -= torch.tensor(5.0) / torch.tensor(3.0) * own[rank]
+            moved.append(said(coding, z))
+        for rank, replica in enumerate(replicas):
+            own[rank] += moved[rank]
+            left[rank] += moved[(rank - 1) % n]
+            right[rank] += moved[(rank + 1) % n]
+            parts = own[rank].split([param.numel() for param in replica.params])
+            put(replica, [part.view_as(p) for part, p in zip(parts, replica.params)])
+    mine, optimizer = real(everyone, hvd, inner, algorithm, steps)
+    for param, expected in zip(mine.params, replicas[everyone.me].params):
+        assert torch.equal(param, expected)
+    kept = optimizer.state_dict()["bagua"]["kept"]["values"]
+    everyones = hvd.allgather_object(kept)
+    for name, copies in kept["kept.1"].items():
+        assert torch.equal(copies, everyones[(everyone.me - 1) % n]["kept.0"][name])
+    for name, copies in kept["kept.2"].items():
+        assert torch.equal(copies, everyones[(everyone.me + 1) % n]["kept.0"][name])
+
+
+@pytest.mark.parametrize("inner", list(INNER))
+@pytest.mark.parametrize(
+    "algorithm",
+    [LocalSGD(every=2), DiLoCo(every=3), DiLoCo(every=2, when="forward"), LocalSGD(every=1)],
+    ids=repr,
+)
+def test_rounds(everyone, hvd, algorithm, inner):
+    replicas = [Replica(rank, inner) for rank in range(everyone.size)]
+    common = values(replicas)[0]
+    begins = values(replicas)
+    momentum = [torch.zeros_like(tensor) for tensor in common]
+    lr, beta = algorithm.outer_lr, algorithm.outer_momentum
+    flying = None
+
+    def step_together(changes) -> None:
+        for i, tensor in enumerate(common):
+            change = mean([theirs[i] for theirs in changes])
+            momentum[i] = beta * momentum[i] + change
+            tensor -= lr * (change + beta * momentum[i])
+
+    for step in range(7):
+        for replica in replicas:
+            replica.step(step)
+        if (step + 1) % algorithm.every:
+            continue
+        now = values(replicas)
+        changes = [[b - x for b, x in zip(*pair)] for pair in zip(begins, now)]
+        if algorithm.when == "step":
+            step_together(changes)
+            for replica in replicas:
+                put(replica, common)
+        elif flying is not None:
+            step_together(flying)
+            for replica, mine in zip(replicas, changes):
+                put(replica, [tensor - change for tensor, change in zip(common, mine)])
+        flying, begins = changes, values(replicas)
+    mine, optimizer = real(everyone, hvd, inner, algorithm, 7)
+    for param, expected in zip(mine.params, replicas[everyone.me].params):
+        torch.testing.assert_close(param, expected, rtol=1e-5, atol=1e-5)
+    optimizer.settle()
+    assert optimizer.consensus_distance() < 1e-12
+
+
+@pytest.mark.parametrize("codec", ["minmax_u8", "sign1", "topk"])
+def test_rounds_through_a_codec_stay_equal(everyone, hvd, codec):
+    algorithm = DiLoCo(every=2, codec=codec, density=0.1)
+    mine, optimizer = real(everyone, hvd, "momentum", algorithm, 6)
+    assert optimizer.consensus_distance() == 0
+    exact, _ = real(everyone, hvd, "momentum", DiLoCo(every=2), 6)
+    # One round and what was not yet said of it is all that they may be apart.
+    assert (mine.params[0] - exact.params[0]).abs().mean() < 0.5
+
+
+def test_in_the_background(everyone, hvd):
+    algorithm = AsyncModelAverage(interval_ms=0.0)
+    replica = Replica(everyone.me, "sgd")
+    replica.optimizer.param_groups[0]["lr"] = 0.0
+    optimizer = hvd.DistributedOptimizer(replica.optimizer, algorithm=algorithm)
+    replica.step(0)
+    optimizer.step()
+    with torch.no_grad():
+        for param in replica.params:
+            param += everyone.me
+    before = optimizer.consensus_distance()
+    for step in range(200):
+        replica.backward(step)
+        optimizer.step()
+    optimizer.settle()
+    assert optimizer.consensus_distance() < 1e-12
+    assert everyone.size == 1 or before > 0.01
+    for param, shape in zip(replica.params, SHAPES):
+        expected = noise(99, 0, shape) + (everyone.size - 1) / 2
+        torch.testing.assert_close(param.detach(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_in_the_background_ranks_may_rest_and_be_slow(everyone, hvd):
+    replica = Replica(everyone.me, "sgd")
+    optimizer = hvd.DistributedOptimizer(
+        replica.optimizer, algorithm=AsyncModelAverage(interval_ms=0.0, warmup_steps=2)
+    )
+    for step in range(5 + 7 * everyone.me):
+        replica.backward(step)
+        optimizer.step()
+        if step == 3:
+            optimizer.pause()
+        if step == 4 and everyone.me:
+            optimizer.resume()
+    optimizer.settle()
+    assert optimizer.consensus_distance() < 1e-12
+    optimizer.set_algorithm("gradient_allreduce")
+    with pytest.raises(hvd.UsageError, match="background"):
+        optimizer.pause()
+
+
+@pytest.mark.parametrize("when", ["forward", "step", "background"])
+def test_a_rank_with_fewer_batches_joins(everyone, hvd, when):
+    """Others go on among themselves, and what has joined does not pull them anywhere."""
+    algorithm = Algorithm(what="weight", when=when, peers="shift_one")
+    replica = Replica(everyone.me, "sgd")
+    replica.optimizer.param_groups[0]["lr"] = 0.0
+    optimizer = hvd.DistributedOptimizer(replica.optimizer, algorithm=algorithm)
+    for step in range(2 if everyone.me == 0 else 9):
+        replica.backward(step)
+        optimizer.step()
+    hvd.join()
+    for param, shape in zip(replica.params, SHAPES):
+        assert torch.equal(param.detach(), noise(99, 0, shape))
+    optimizer.settle()
+    assert optimizer.consensus_distance() < 1e-6
+
+
+RESUMABLE = [
+    "gradient_allreduce",
+    Decentralized(hierarchical=False),
+    Decentralized(when="step", peers="exponential", every=2, hierarchical=False),
+    LowPrecisionDecentralized(hierarchical=False),
+    LocalSGD(every=2),
+    DiLoCo(every=3, codec="minmax_u4", error_feedback=True),
+    DiLoCo(every=2, when="forward"),
+    DiLoCo(every=2, warmup_steps=3),
+]
+
+
+@pytest.mark.parametrize("algorithm", RESUMABLE, ids=repr)
+@pytest.mark.parametrize("resume_at", [1, 4, 6])
+def test_resumes_in_the_same_bits(everyone, hvd, algorithm, resume_at):
+    whole, _ = real(everyone, hvd, "momentum", algorithm, 9)
+    first, saved = real(everyone, hvd, "momentum", algorithm, resume_at)
+    state = copy.deepcopy((values([first])[0], saved.state_dict()))
+    replica = Replica(everyone.me, "momentum")
+    put(replica, state[0])
+    optimizer = hvd.DistributedOptimizer(replica.optimizer, algorithm=algorithm)
+    optimizer.load_state_dict(state[1])
+    for step in range(resume_at, 9):
+        optimizer.zero_grad()
+        replica.backward(step)
+        optimizer.step()
+    for param, expected in zip(replica.params, whole.params):
+        assert torch.equal(param, expected)
+
+
+@pytest.mark.parametrize("algorithm", RESUMABLE[1:], ids=repr)
+def test_a_checkpoint_of_one_rank_begins_anew(everyone, hvd, algorithm, recwarn):
+    first, saved = real(everyone, hvd, "momentum", algorithm, 4)
+    state = hvd.broadcast_object((values([first])[0], saved.state_dict()), 0)
+    replica = Replica(everyone.me, "momentum")
+    put(replica, state[0])
+    optimizer = hvd.DistributedOptimizer(replica.optimizer, algorithm=algorithm)
+    optimizer.load_state_dict(copy.deepcopy(state[1]))
+    for step in range(4, 7):
+        optimizer.zero_grad()
+        replica.backward(step)
+        optimizer.step()
+    optimizer.settle()
+    assert optimizer.consensus_distance() < 1e-12
+    warned = any("begins anew" in str(w.message) for w in recwarn)
+    assert warned == (everyone.size > 1)
+
+
+def test_from_one_to_another(everyone, hvd):
+    replica = Replica(everyone.me, "sgd")
+    optimizer = hvd.DistributedOptimizer(replica.optimizer)
+    for number, algorithm in enumerate(
+        ["decentralized", "bytegrad", "low_precision_decentralized", "local_sgd", "topk", "diloco"]
+    ):
+        for step in range(3):
+            optimizer.zero_grad()
+            replica.backward(10 * number + step)
+            optimizer.step()
+        optimizer.set_algorithm(algorithm)
+        assert optimizer.consensus_distance() < 1e-12
+    optimizer.set_algorithm("gradient_allreduce")
+    replicas = hvd.allgather_object([param.detach() for param in replica.params])
+    assert all(torch.equal(a, b) for theirs in replicas for a, b in zip(theirs, replicas[0]))
+
+
+def test_ranks_change_to_the_same(everyone, hvd):
+    replica = Replica(everyone.me, "sgd")
+    optimizer = hvd.DistributedOptimizer(replica.optimizer)
+    if everyone.size > 1:
+        with pytest.raises(hvd.UsageError, match=r"LocalSGD.*on rank 0.*DiLoCo.*on rank 1"):
+            optimizer.set_algorithm("diloco" if everyone.me else "local_sgd")
+    with pytest.raises(hvd.UsageError, match="did you mean 'decentralized'"):
+        optimizer.set_algorithm("decentralised")
+
+
+def test_weights_changed_while_they_travel(everyone, hvd):
+    replica = Replica(everyone.me, "sgd")
+    optimizer = hvd.DistributedOptimizer(replica.optimizer, algorithm="decentralized")
+    for step in range(2):
+        replica.backward(step)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        with torch.no_grad():
+            replica.params[0].clamp_(-0.1, 0.1)
+    assert any("changed while" in str(warning.message) for warning in caught)
+    assert replica.params[0].abs().max() <= 0.1
+
+
+def test_parameters_come_and_go(everyone, hvd):
+    replica = Replica(everyone.me, "sgd")
+    optimizer = hvd.DistributedOptimizer(
+        replica.optimizer, algorithm=Decentralized(hierarchical=False)
+    )
+    more = nn.Parameter(torch.zeros(2, 2))
+    for step in range(4):
+        replica.backward(step)
+        optimizer.step()
+        if step == 1:
+            optimizer.add_param_group({"params": [more]})
+            replica.params[1].requires_grad_(False)
+    optimizer.settle()
+    assert optimizer.consensus_distance() < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_other_types(everyone, hvd, dtype):
+    params = [nn.Parameter(torch.full((300,), 1.0 + everyone.me, dtype=dtype))]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(params, lr=0.0),
+        algorithm=Decentralized(peers="all", when="step", hierarchical=False),
+    )
+    params[0].grad = torch.zeros_like(params[0])
+    optimizer.step()
+    assert (params[0] == 1).all(), "they begin as rank 0's"
+    with torch.no_grad():
+        params[0] += everyone.me
+    optimizer.step()
+    expected = torch.tensor(1 + (everyone.size - 1) / 2, dtype=torch.float32).to(dtype)
+    assert (params[0] == expected).all()
+
+
+def test_what_is_about_gradients_only_is_refused(hvd):
+    param = nn.Parameter(torch.zeros(4))
+    sgd = torch.optim.SGD([param], lr=0.1)
+    for options in ({"op": hvd.Sum}, {"compression": hvd.Compression.fp16}):
+        with pytest.raises(hvd.UsageError, match="LocalSGD"):
+            hvd.DistributedOptimizer(sgd, algorithm="local_sgd", **options)
+    whole = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+    with pytest.raises(hvd.UsageError, match="complex64"):
+        hvd.DistributedOptimizer(torch.optim.SGD([whole], lr=0.1), algorithm="decentralized")
+
+
+def test_replicas_begin_equal(everyone, hvd):
+    replica = Replica(everyone.me, "sgd")
+    with torch.no_grad():
+        for param in replica.params:
+            param += everyone.me
+    algorithm = dataclasses.replace(Decentralized(), when="step", hierarchical=False)
+    optimizer = hvd.DistributedOptimizer(replica.optimizer, algorithm=algorithm)
+    replica.optimizer.param_groups[0]["lr"] = 0.0
+    replica.backward(0)
+    optimizer.step()
+    assert torch.equal(replica.params[0].detach(), noise(99, 0, SHAPES[0]))
