@@ -51,11 +51,11 @@ class Plan:
     def _split(self, run: Sequence[Slot], cut: bool) -> list[list[Slot]]:
         """The run by element type and algorithm, each at most the bucket size, or one tensor."""
         done: list[list[Slot]] = []
-        filling: dict[tuple[torch.dtype, bool, Algorithm], tuple[list[Slot], int]] = {}
+        filling: dict[tuple[torch.dtype, bool, str], tuple[list[Slot], int]] = {}
         for slot in run:
             slot.algorithm = self.algorithm.of(slot.name, tuple(slot.param.shape))
             slot.exact = self._is_exact(slot)
-            kind = (slot.param.dtype, slot.exact, slot.algorithm)
+            kind = (slot.param.dtype, slot.exact, repr(slot.algorithm))
             slots, nbytes = filling.get(kind, ([], 0))
             more = slot.param.numel() * slot.param.element_size()
             if slots and cut and nbytes + more > self.bucket_nbytes:

@@ -1,0 +1,135 @@
+"""Adam whose momentum travels, against one loop that simulates all ranks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from bagua.algorithms import Algorithm, QAdam
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+
+SHAPES = [(30, 50), (7,)]
+
+
+def gradient(rank: int, step: int, shape) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def trained(everyone, hvd, algorithm, steps: int, resume_at: int = -1, **options):
+    """Parameters after so many steps; groups differ in their betas."""
+
+    def make():
+        params = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+        groups = [{"params": params[:1], "betas": (0.8, 0.9)}, {"params": params[1:]}]
+        inner = hvd.QAdam(groups, lr=0.01, warmup_steps=3, **options)
+        return params, hvd.DistributedOptimizer(inner, algorithm=algorithm)
+
+    params, optimizer = make()
+    for step in range(steps):
+        if step == resume_at:
+            state = copy.deepcopy((params, optimizer.state_dict()))
+            params, optimizer = make()
+            optimizer.load_state_dict(state[1])
+            with torch.no_grad():
+                torch._foreach_copy_(params, state[0])
+        optimizer.zero_grad()
+        loss = sum(
+            (param * gradient(everyone.me, step, param.shape)).sum() + param.square().sum()
+            for param in params
+        )
+        loss.backward()
+        optimizer.step()
+    return params
+
+
+def simulated(n: int, steps: int, weight_decay: float, decoupled: bool):
+    """Exact momentum of all ranks, from the formulas."""
+    results = []
+    for shape, (b1, b2) in zip(SHAPES, [(0.8, 0.9), (0.9, 0.999)]):
+        x = torch.ones(shape, dtype=torch.float64)
+        m, v = torch.zeros_like(x), torch.zeros_like(x)
+        for step in range(steps):
+            grads = [gradient(rank, step, shape).double() + 2 * x for rank in range(n)]
+            if not decoupled:
+                grads = [g + weight_decay * x for g in grads]
+            mean = sum(grads) / n
+            m = b1 * m + (1 - b1) * mean
+            if step < 3:
+                v = b2 * v + (1 - b2) * mean.square()
+            if decoupled:
+                x = x * (1 - 0.01 * weight_decay)
+            frozen_at = min(step + 1, 3)
+            corrected = (v / (1 - b2**frozen_at)).sqrt() + 1e-8
+            x = x - 0.01 * (m / (1 - b1 ** (step + 1))) / corrected
+        results.append(x)
+    return results
+
+
+@pytest.mark.parametrize("decay", [(0.0, False), (0.1, False), (0.1, True)])
+def test_exact_momentum_is_the_formula(everyone, hvd, decay):
+    weight_decay, decoupled = decay
+    algorithm = QAdam(codec="raw", error_feedback=None, warmup_steps=3)
+    params = trained(everyone, hvd, algorithm, 8, weight_decay=weight_decay, decoupled=decoupled)
+    for param, expected in zip(params, simulated(everyone.size, 8, weight_decay, decoupled)):
+        torch.testing.assert_close(param.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("codec", ["minmax_u8", "sign1"])
+def test_through_a_codec_replicas_stay_equal(everyone, hvd, codec):
+    algorithm = QAdam(codec=codec, warmup_steps=3, hierarchical=False)
+    params = trained(everyone, hvd, algorithm, 8)
+    for theirs in hvd.allgather_object(params):
+        assert all(torch.equal(a, b) for a, b in zip(theirs, params))
+    near = 0.02 if codec == "minmax_u8" else 0.2
+    for param, expected in zip(params, simulated(everyone.size, 8, 0.0, False)):
+        assert (param - expected).abs().max() < near
+
+
+def test_by_name_it_warms_up_as_long_as_the_optimizer(everyone, hvd):
+    exact = trained(everyone, hvd, QAdam(codec="raw", error_feedback=None, warmup_steps=3), 6)
+    named = trained(everyone, hvd, "qadam", 6)
+    for a, b in zip(exact, named):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # one machine: exact inside it
+    with pytest.raises(hvd.UsageError, match="warmup_steps is 5"):
+        trained(everyone, hvd, QAdam(warmup_steps=5), 1)
+
+
+@pytest.mark.parametrize("resume_at", [1, 3, 5])
+def test_resumes_in_the_same_bits(everyone, hvd, resume_at):
+    algorithm = QAdam(codec="minmax_u4", warmup_steps=3, hierarchical=False)
+    whole = trained(everyone, hvd, algorithm, 7)
+    resumed = trained(everyone, hvd, algorithm, 7, resume_at)
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed))
+
+
+def test_alone_it_is_the_same_optimizer(everyone, hvd):
+    param, twin = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))
+    alone = hvd.QAdam([param], lr=0.01, warmup_steps=2)
+    together = hvd.DistributedOptimizer(
+        hvd.QAdam([twin], lr=0.01, warmup_steps=2),
+        algorithm=QAdam(codec="raw", error_feedback=None, warmup_steps=2),
+    )
+    for step in range(5):
+        for one, optimizer in ((param, alone), (twin, together)):
+            optimizer.zero_grad()
+            (one * gradient(0, step, (5,))).sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-6)
+
+
+def test_bad_arguments(hvd):
+    param = nn.Parameter(torch.ones(5))
+    for options, words in (
+        ({"warmup_steps": 0}, "at least 1"),
+        ({"betas": (1.0, 0.9)}, "betas"),
+        ({"lr": -1.0}, "lr"),
+    ):
+        with pytest.raises(hvd.UsageError, match=words):
+            hvd.QAdam([param], **options)
+    sgd = torch.optim.SGD([param], lr=0.1)
+    with pytest.raises(hvd.UsageError, match=r"use bagua\.torch\.QAdam"):
+        hvd.DistributedOptimizer(sgd, algorithm=Algorithm(what="momentum"))

@@ -1,0 +1,118 @@
+"""Looks at replicas and gradients, and different algorithms for different parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from bagua.algorithms import Algorithm, PerParameter
+from bagua.common.world import world
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+
+
+@pytest.fixture
+def setting(monkeypatch, hvd):
+    def change(**settings):
+        monkeypatch.setattr(world(), "config", dataclasses.replace(world().config, **settings))
+
+    return change
+
+
+def test_replicas_that_differ_are_named(everyone, hvd, setting):
+    setting(check_replicas_every=2)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    for step in range(5):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        if step == 3 and everyone.me == everyone.size - 1:
+            with torch.no_grad():
+                model[1].weight += 1e-3
+        if step == 3 and everyone.size > 1:
+            last = everyone.size - 1
+            words = rf"replicas differ: 1\.weight is not the same on ranks? 0.* and rank {last}"
+            with pytest.raises(hvd.ReplicasDifferError, match=words):
+                optimizer.step()
+            break
+        optimizer.step()
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_no_number_is_named_and_skipped(everyone, hvd, setting, monkeypatch, overlaps, bad):
+    setting(check_finite="skip", bucket_mb=1e-5)
+    monkeypatch.setattr(world(), "overlaps", lambda busy_threads: overlaps)
+    params = [nn.Parameter(torch.zeros(10)) for _ in range(3)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0))
+    last = everyone.size - 1
+    for step in range(3):
+        optimizer.zero_grad()
+        scale = bad if step == 1 and everyone.me == last else 1.0
+        with warnings.catch_warnings(record=True) as w:
+            warnings.simplefilter("always")
+            (params[0].sum() + scale * params[1].sum()).backward()
+        words = [str(warning.message) for warning in w if "NaN or Inf" in str(warning.message)]
+        assert bool(words) == (step == 1 and everyone.me == 0)
+        if words:
+            assert "parameter.1" in words[0]
+            assert f"on rank {last}; the step is skipped" in words[0]
+        optimizer.step()
+    assert (params[0] == -2).all()
+    assert (params[1] == -2).all()
+
+
+def test_only_reported(everyone, hvd, setting):
+    setting(check_finite="report")
+    param = nn.Parameter(torch.zeros(10))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0))
+    (param * torch.nan).sum().backward()
+    optimizer.step()
+    assert param.isnan().all()
+
+
+def test_parameters_differ_in_their_algorithm(everyone, hvd):
+    model = nn.ModuleDict(
+        {"embedding": nn.Embedding(4096, 2), "body": nn.Linear(64, 512), "head": nn.Linear(512, 8)}
+    )
+    choice = {"embedding.*": "topk", "body.*": Algorithm(codec="minmax_u8")}
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), algorithm=choice
+    )
+    chosen = {slot.name: slot.algorithm for b in optimizer._driver._buckets for slot in b.slots}
+    assert chosen["embedding.weight"].codec == "topk"
+    assert chosen["body.weight"].codec == "minmax_u8"
+    assert chosen["head.weight"] == Algorithm()
+    for step in range(2):
+        optimizer.zero_grad()
+        torch.manual_seed(10 * everyone.me + step)
+        rows = model["embedding"](torch.randint(4096, (5,)))
+        out = model["head"](model["body"](torch.randn(3, 64))).sum() + rows.square().sum()
+        out.backward()
+        optimizer.step()
+    for theirs in hvd.allgather_object([p.grad for p in model.parameters()]):
+        assert all(torch.equal(a, p.grad) for a, p in zip(theirs, model.parameters()))
+
+
+def test_a_function_chooses(hvd):
+    param, other = nn.Parameter(torch.zeros(40, 40)), nn.Parameter(torch.zeros(3, 3))
+    by_size = PerParameter(lambda name, shape: "bytegrad" if shape[0] > 10 else None)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param, other], lr=0.1), algorithm=by_size)
+    (param.sum() + other.sum()).backward()
+    optimizer.step()
+    chosen = [slot.algorithm.codec for b in optimizer._driver._buckets for slot in b.slots]
+    assert sorted(chosen) == ["minmax_u8", "raw"]
+
+
+def test_weights_of_some_parameters_only_are_refused(hvd):
+    with pytest.raises(hvd.UsageError, match="an optimizer of their own"):
+        PerParameter({"*": "decentralized"})
+    with pytest.raises(hvd.UsageError, match="did you mean 'topk'"):
+        PerParameter({"*": "topkk"})
