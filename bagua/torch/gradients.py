@@ -450,6 +450,12 @@ class Gradients:
             if is_sparse:
                 self._loose.add(slot)
         self._rebuild_due = bool(agreed.any())
+        if self._rebuild_due and self._plan.fold is not None:
+            name = slots[int(agreed.argmax())].name
+            raise UsageError(
+                f"the gradient of {name} is sparse, and momentum is not: use sparse_as_dense=True "
+                "or an optimizer of its own for it"
+            )
 
     def _agreed(self, what: str, values: Any, op: ReduceOp) -> Any:
         name = f"{self._plan.prefix}.{what}"
