@@ -3,6 +3,9 @@
 python -m benchmarks                     every case, 2 ranks
 python -m benchmarks latency training    these cases
 python -m benchmarks --quick             a few rounds, to see that it runs
+python -m benchmarks codecs --every-isa  with every instruction set that the processor has
+
+The codecs are measured in this process, everything else by ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import one_node
+from benchmarks import codecs, one_node
+
+CASES = ("codecs", *one_node.CASES)
 
 
 def main() -> int:
@@ -23,21 +28,24 @@ def main() -> int:
     parser.add_argument(
         "cases",
         nargs="*",
-        default=list(one_node.CASES),
+        default=list(CASES),
         metavar="case",
-        help=", ".join(one_node.CASES),
+        help=", ".join(CASES),
     )
     parser.add_argument("-np", type=int, default=2, help="ranks (default: 2)")
     parser.add_argument("--quick", action="store_true", help="a few rounds of everything")
+    parser.add_argument("--every-isa", action="store_true", help="codecs with slower ones, too")
     parser.add_argument("--output", type=Path, default=Path("build/bench/one_node.json"))
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    unknown = set(options.cases) - set(one_node.CASES)
-    if unknown:
-        parser.error(
-            f"unknown case {', '.join(sorted(unknown))}; known: {', '.join(one_node.CASES)}"
-        )
-    return as_rank(options) if options.as_rank else launch(options)
+    if unknown := set(options.cases) - set(CASES):
+        parser.error(f"unknown case {', '.join(sorted(unknown))}; known: {', '.join(CASES)}")
+    if options.as_rank:
+        return as_rank(options)
+    if "codecs" in options.cases:
+        options.cases.remove("codecs")
+        codecs.run(options.quick, options.every_isa, options.output.with_name("codecs.json"))
+    return launch(options) if options.cases else 0
 
 
 def launch(options: argparse.Namespace) -> int:
