@@ -74,11 +74,6 @@ class Hosts:
             *("sh", "-c", f'hostname {host} && exec "$@"', "sh"),
         ]
 
-    def sent_nbytes(self, number: int) -> int:
-        """Bytes that have left a host."""
-        path = "/sys/class/net/eth0/statistics/tx_bytes"
-        return int(_output([*self.inside(number), "cat", path]))
-
     @contextlib.contextmanager
     def mpirun(self, ranks: int) -> Iterator[list[str]]:
         """The beginning of a command that starts so many ranks on every host."""
@@ -91,8 +86,10 @@ class Hosts:
             agent.write_text(f'#!/bin/sh\nhost=$1; shift\ncase "$host" in\n{cases}esac\nexit 1\n')
             agent.chmod(agent.stat().st_mode | stat.S_IXUSR)
             where = ",".join(f"{self.address(n)}:{ranks}" for n in range(self.count))
+            beside = Path(sys.executable).parent  # where the mpirun of this Python lies
             yield [
                 *self.inside(0),
+                *("env", f"PATH={beside}:{os.environ['PATH']}"),
                 *("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"),
                 *("--prtemca", "plm_ssh_agent", str(agent), "--host", where),
                 *("--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp"),
@@ -101,16 +98,17 @@ class Hosts:
             ]
 
 
+def sent_nbytes() -> int:
+    """Bytes that have left the host that this process is on."""
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+
 def _run(command: str) -> None:
     subprocess.run(shlex.split(command), check=True)
 
 
 def _ip(command: str) -> None:
     _run(f"ip {command}")
-
-
-def _output(command: list[str]) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def main() -> int:

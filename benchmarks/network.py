@@ -17,8 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.hosts import Hosts
-from benchmarks.sweeps import FOLDER
+from benchmarks.hosts import Hosts, sent_nbytes
+from benchmarks.plots import FOLDER
 
 COLLECTIVES = ("auto", "hierarchical", "scatter_reduce", "ring", "halving", "gather_reduce")
 SIZES = (4, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
@@ -47,19 +47,15 @@ def measure(collective: str) -> dict[str, tuple[float, float]]:
         for number in range(rounds + 2):
             comm.Barrier()
             if number == 2:
-                before = _sent_nbytes()
+                before = sent_nbytes()
             start = time.perf_counter()
             bagua.torch.allreduce_(tensor, name=f"t{nbytes}", op=bagua.torch.Max)
             times.append(time.perf_counter() - start)
         comm.Barrier()
-        sent = (_sent_nbytes() - before) / rounds
+        sent = (sent_nbytes() - before) / rounds
         median = statistics.median(times[2:])
         figures[str(nbytes)] = (comm.allreduce(median, MPI.MAX), comm.allreduce(sent, MPI.MAX))
     return figures
-
-
-def _sent_nbytes() -> int:
-    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
 def table(figures: Figures) -> str:
@@ -90,7 +86,6 @@ def main() -> int:
     FOLDER.mkdir(parents=True, exist_ok=True)
     figures: Figures = {}
     output = FOLDER / "network.rank.json"
-    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with Hosts(options.hosts, options.rate) as hosts, hosts.mpirun(options.ranks) as mpirun:
         for collective in COLLECTIVES:
             program = [sys.executable, "-m", "benchmarks.network", "--as-rank"]

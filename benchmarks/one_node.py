@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 import bagua.torch
 from benchmarks.measure import interleaved
+from benchmarks.models import ManyParameters, mlp, steps
 from benchmarks.peers import all_peers
 
 Case = dict[str, dict[str, float]]
@@ -66,60 +67,14 @@ def grouped(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
     return interleaved(runs, 1 if quick else 12, meet)
 
 
-class _ManyGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *params: torch.Tensor) -> torch.Tensor:
-        ctx.count = len(params)
-        return params[0].sum()
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
-        return tuple(torch.ones(1024) for _ in range(ctx.count))
-
-
-class _ManyParameters(torch.nn.Module):
-    """Parameters of 4 KB whose gradients cost next to nothing to compute."""
-
-    def __init__(self, count: int = 500) -> None:
-        super().__init__()
-        self.params = torch.nn.ParameterList(torch.ones(1024) for _ in range(count))
-
-    def forward(self, _: torch.Tensor) -> torch.Tensor:
-        return _ManyGradients.apply(*self.params)
-
-
-def _mlp() -> torch.nn.Module:
-    sizes = (784, 2048, 2048, 2048, 10)
-    layers: list[torch.nn.Module] = []
-    for fan_in, fan_out in zip(sizes, sizes[1:]):
-        layers += [torch.nn.Linear(fan_in, fan_out), torch.nn.ReLU()]
-    return torch.nn.Sequential(*layers[:-1])
-
-
-def _steps(peers: dict[str, Any], model_of: Any, inputs: torch.Tensor) -> dict[str, Any]:
-    runs = {}
-    for name, peer in peers.items():
-        if hasattr(peer, "trainer"):
-            torch.manual_seed(0)
-            model, optimizer = peer.trainer(model_of())
-
-            def step(model: Any = model, optimizer: Any = optimizer) -> None:
-                optimizer.zero_grad()
-                model(inputs).square().mean().backward()
-                optimizer.step()
-
-            runs[name] = step
-    return runs
-
-
 def gradients(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
     """A step whose model has 500 gradients of 4 KB."""
-    return interleaved(_steps(peers, _ManyParameters, torch.ones(1)), 1 if quick else 12, meet)
+    return interleaved(steps(peers, ManyParameters, torch.ones(1)), 1 if quick else 12, meet)
 
 
 def training(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
     """A step of the MLP 784-2048-2048-2048-10 (40 MB), batch 64 per rank."""
-    return interleaved(_steps(peers, _mlp, torch.randn(64, 784)), 1 if quick else 6, meet)
+    return interleaved(steps(peers, mlp, torch.randn(64, 784)), 1 if quick else 6, meet)
 
 
 def idle(peers: dict[str, Any], meet: Any, quick: bool) -> Case:

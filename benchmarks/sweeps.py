@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path("build/bench")
+from benchmarks.plots import FOLDER, find_pyplot
+
 SIZES = tuple(4**power for power in range(1, 14))  # bytes: 4 to 64 MB
 RANKS = (2, 3, 4, 6, 8)
 TENSORS = (10, 100, 500, 1000, 3000, 10000)
@@ -81,7 +82,7 @@ def tensors() -> Figures:
 
     import bagua.torch
     from benchmarks.measure import interleaved
-    from benchmarks.one_node import _ManyParameters, _steps
+    from benchmarks.models import ManyParameters, steps
     from benchmarks.peers import Alone, Bagua
 
     bagua.torch.init()
@@ -97,9 +98,9 @@ def tensors() -> Figures:
             ),
         }
         systems = {"step": peer, "step alone": Alone()}
-        steps = _steps(systems, partial(_ManyParameters, count), torch.ones(1))
+        runs.update(steps(systems, partial(ManyParameters, count), torch.ones(1)))
         rounds = 10 if count <= 1000 else 3
-        figures[str(count)] = medians(interleaved({**runs, **steps}, rounds, comm.Barrier), comm)
+        figures[str(count)] = medians(interleaved(runs, rounds, comm.Barrier), comm)
     return figures
 
 
@@ -137,14 +138,8 @@ def table(figures: Figures, what: str) -> str:
 
 def plot(figures: Figures, path: Path) -> None:
     """Time against size, both logarithmic, one line a system."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot without matplotlib: pip install matplotlib")
+    if (pyplot := find_pyplot()) is None:
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     for system in next(iter(figures.values())):
         points = [(int(nbytes), row[system] * 1e3) for nbytes, row in figures.items()]

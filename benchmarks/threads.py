@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import bagua.torch
-from benchmarks.one_node import _mlp
+from benchmarks.models import mlp, step
 
 STEPS = 40
 
@@ -32,26 +33,20 @@ def cpu_ms() -> dict[str, float]:
 
 def trainer(distributed: bool) -> Callable[[], None]:
     torch.manual_seed(0)
-    model, inputs = _mlp(), torch.randn(64, 784)
+    model, inputs = mlp(), torch.randn(64, 784)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     if distributed:
         optimizer = bagua.torch.DistributedOptimizer(optimizer, model.named_parameters())
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
-
-    return step
+    return partial(step, model, optimizer, inputs)
 
 
-def measure(label: str, step: Callable[[], None]) -> None:
+def measure(label: str, run: Callable[[], None]) -> None:
     for _ in range(5):
-        step()
+        run()
     bagua.torch.barrier()
     before, start = cpu_ms(), time.perf_counter()
     for _ in range(STEPS):
-        step()
+        run()
     elapsed = (time.perf_counter() - start) * 1e3 / STEPS
     used = {name: (ms - before.get(name, 0.0)) / STEPS for name, ms in cpu_ms().items()}
     engine = used.pop("bagua", 0.0)
