@@ -6,16 +6,22 @@ import importlib.util
 import os
 import socket
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from mpi4py import MPI
 
 import bagua.torch
+from bagua.algorithms import Algorithm, GradientAllreduce
+from benchmarks.algorithms import distributed
 
 
 class Bagua:
     name = "bagua"
+
+    def __init__(self, algorithm: Algorithm | None = None) -> None:
+        self._algorithm = algorithm or GradientAllreduce()
 
     def allreduce(self, tensor: torch.Tensor, name: str) -> None:
         bagua.torch.allreduce_(tensor, name=name, op=bagua.torch.Max)
@@ -30,9 +36,9 @@ class Bagua:
         bagua.torch.grouped_allreduce_(tensors, name="grouped", op=bagua.torch.Max)
 
     def trainer(self, model: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         bagua.torch.broadcast_parameters(model.state_dict(), root_rank=0)
-        return model, bagua.torch.DistributedOptimizer(optimizer, model.named_parameters())
+        sgd = partial(torch.optim.SGD, lr=1e-3)
+        return model, distributed(model, sgd, self._algorithm)
 
 
 class Gloo:
@@ -40,11 +46,13 @@ class Gloo:
 
     name = "gloo"
 
-    def __init__(self, comm: MPI.Comm) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = comm.bcast(probe.getsockname()[1])
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    def __init__(self, comm: MPI.Comm, address: str = "127.0.0.1") -> None:
+        """The address is one of rank 0."""
+        port = 0
+        if comm.rank == 0:
+            with socket.create_server((address, 0)) as probe:
+                port = probe.getsockname()[1]
+        os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(comm.bcast(port)))
         torch.distributed.init_process_group("gloo", rank=comm.rank, world_size=comm.size)
         self._max = torch.distributed.ReduceOp.MAX
 
@@ -93,8 +101,6 @@ class Alone:
 
 
 class Horovod:
-    """Measured where it can be imported."""
-
     name = "horovod"
 
     def __init__(self) -> None:
@@ -120,9 +126,12 @@ class Horovod:
         return model, self._hvd.DistributedOptimizer(optimizer, model.named_parameters())
 
 
+def horovods() -> list[Horovod]:
+    """One, or none where it cannot be imported."""
+    return [Horovod()] if importlib.util.find_spec("horovod") else []
+
+
 def all_peers(comm: MPI.Comm) -> dict[str, Any]:
     """Every system there is, ours first."""
-    systems: list[Any] = [Bagua(), Gloo(comm), RawMpi(comm), Alone()]
-    if importlib.util.find_spec("horovod"):
-        systems.append(Horovod())
+    systems: list[Any] = [Bagua(), Gloo(comm), RawMpi(comm), Alone(), *horovods()]
     return {system.name: system for system in systems}

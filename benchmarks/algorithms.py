@@ -1,0 +1,49 @@
+"""The algorithms that are measured: those with a name, and some that are composed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import bagua.torch
+from bagua.algorithms import Algorithm, find, names
+
+COMPOSED = {
+    "minmax_u4": Algorithm(codec="minmax_u4", error_feedback=True),
+    "sign1": Algorithm(codec="sign1"),
+}
+
+Optimizers = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def all_algorithms(options: Mapping[str, Mapping[str, Any]]) -> dict[str, Algorithm]:
+    """By name, the exact one first; those with a name have these options changed."""
+    changed = {name: replace(find(name), **options.get(name, {})) for name in names()}
+    exact = {"gradient_allreduce": changed.pop("gradient_allreduce")}
+    return {**exact, **changed, **COMPOSED}
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--algorithms", nargs="+", default=[], metavar="name", help="these alone (default: all)"
+    )
+
+
+def check_choice(parser: argparse.ArgumentParser, chosen: Iterable[str]) -> None:
+    known = [*names(), *COMPOSED]
+    if unknown := set(chosen) - set(known):
+        parser.error(f"no algorithm {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+
+
+def distributed(model: torch.nn.Module, make: Optimizers, algorithm: Algorithm) -> Any:
+    """The model's optimizer; QAdam, at Adam's rate, where it is its momentum that travels."""
+    optimizer = make(model.parameters())
+    if algorithm.what == "momentum":
+        optimizer = bagua.torch.QAdam(model.parameters(), lr=optimizer.param_groups[0]["lr"])
+    return bagua.torch.DistributedOptimizer(
+        optimizer, model.named_parameters(), algorithm=algorithm
+    )
