@@ -14,11 +14,11 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 from pathlib import Path
 
 from benchmarks import codecs, one_node
+from benchmarks.ranks import on_ranks
 
 CASES = ("codecs", *one_node.CASES)
 
@@ -51,24 +51,8 @@ def main() -> int:
 def launch(options: argparse.Namespace) -> int:
     """Runs this module again, on every rank."""
     quick = ["--quick"] if options.quick else []
-    command = [
-        sys.executable,
-        "-m",
-        "bagua.launch",
-        "-np",
-        str(options.np),
-        sys.executable,
-        "-m",
-        "benchmarks",
-        *options.cases,
-        *quick,
-        "--as-rank",
-        "-np",
-        str(options.np),
-        "--output",
-        str(options.output),
-    ]
-    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+    rest = ["--as-rank", "-np", str(options.np), "--output", str(options.output)]
+    return on_ranks(options.np, "benchmarks", *options.cases, *quick, *rest)
 
 
 def as_rank(options: argparse.Namespace) -> int:

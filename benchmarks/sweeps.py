@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.plots import FOLDER, find_pyplot
+from benchmarks.ranks import on_ranks
 
 SIZES = tuple(4**power for power in range(1, 14))  # bytes: 4 to 64 MB
 RANKS = (2, 3, 4, 6, 8)
@@ -117,9 +116,8 @@ def launch(sweep: str, np: int) -> Figures:
     """Runs a sweep on so many ranks, in processes of their own."""
     output = FOLDER / f"{sweep}.{np}.json"
     output.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "bagua.launch", "-np", str(np), sys.executable]
-    command += ["-m", "benchmarks.sweeps", sweep, "--as-rank", str(output)]
-    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+    if code := on_ranks(np, "benchmarks.sweeps", sweep, "--as-rank", str(output)):
+        sys.exit(code)
     figures: Figures = json.loads(output.read_text())
     output.unlink()
     return figures
