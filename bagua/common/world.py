@@ -22,6 +22,7 @@ from bagua.common.config import Config, report_verdict, torchrun_size
 from bagua.common.core import core
 from bagua.common.errors import PeerError, UsageError
 from bagua.common.kinds import Kind, Urgency
+from bagua.common.messages import Messages
 from bagua.common.mpi import MPI
 from bagua.common.process_set import ProcessSet, global_process_set
 from bagua.version import __version__
@@ -33,8 +34,8 @@ Communicator = Union[None, Sequence[int], MPI.Comm]
 def _key(_: str) -> int:
     """Under which something hangs on a communicator.
 
-    "copy": our private copy, so that init, shutdown, init uses one. "arrival": a barrier of init
-    that has not been completed yet.
+    "engine", "messages": our private copies, so that init, shutdown, init uses the same. "arrival":
+    a barrier of init that has not been completed yet.
     """
     return MPI.Comm.Create_keyval()
 
@@ -48,7 +49,9 @@ class World:
     def __init__(self, comm: MPI.Comm, config: Config) -> None:
         self.config = config
         self._parent = comm
-        comm = _private_copy(comm, config.start_timeout_s)
+        _meet(comm, config.start_timeout_s)
+        message_comm = _private_copy(comm, "messages")
+        comm = _private_copy(comm, "engine")
         self._comm = comm  # the engine uses it until it stops
         self.rank: int = comm.rank
         self.size: int = comm.size
@@ -65,6 +68,7 @@ class World:
         self.process_sets: dict[int, ProcessSet] = {}
         self.core_count = 1.0  # this rank's share of its machine
         self.engine = self._start_engine(hosts)
+        self.messages = Messages(message_comm, self.engine, config)
         global_process_set.ranks = list(range(self.size))
         global_process_set._bind(0, self.rank)
         self.process_sets[0] = global_process_set
@@ -143,8 +147,9 @@ class World:
         while not self.engine.wait_stopped(0.25):
             pass  # back in Python, so that Ctrl-C can end the wait
         if self.engine.failure():
-            # Messages of a broken exchange may still be under way: never use this copy again.
-            self._parent.Delete_attr(_key("copy"))
+            # What was broken off may still be under way: never use these copies again.
+            for purpose in ("engine", "messages"):
+                self._parent.Delete_attr(_key(purpose))
 
 
 _world: World | None = None
@@ -314,12 +319,11 @@ def _communicator(comm: Communicator) -> MPI.Comm:
     return MPI.COMM_WORLD.Create_group(group)
 
 
-def _private_copy(comm: MPI.Comm, timeout_s: float) -> MPI.Comm:
-    _meet(comm, timeout_s)
-    copy: Any = comm.Get_attr(_key("copy"))
+def _private_copy(comm: MPI.Comm, purpose: str) -> MPI.Comm:
+    copy: Any = comm.Get_attr(_key(purpose))
     if copy is None:
         copy = comm.Dup()
-        comm.Set_attr(_key("copy"), copy)
+        comm.Set_attr(_key(purpose), copy)
     assert isinstance(copy, MPI.Comm)
     return copy
 
