@@ -31,6 +31,7 @@ PYTHON = {
     "torch_api": {"torch", "algorithms", "common", "version.py"},
     "lightning": {"torch", "algorithms", "common", "version.py"},
     "launch": {"common", "_core", "version.py"},
+    "distributed": {"launch"},
     "__init__.py": {"common", "algorithms", "version.py"},
 }
 

@@ -1,4 +1,7 @@
-"""Flags of horovodrun that are no settings here: accepted without effect, or refused."""
+"""Flags of horovodrun and bagua.distributed.launch that are no settings here.
+
+They are accepted without effect, or refused.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,24 @@ NO_EFFECT = (
     ("--log-with-timestamp", False, "see --prefix-output-with-timestamp"),
     ("--log-without-timestamp", False, "see --prefix-output-with-timestamp"),
     ("--log-hide-timestamp", False, "see --prefix-output-with-timestamp"),
+    ("--master_addr", True, _MPI_ONLY),
+    ("--master_port", True, _MPI_ONLY),
+    ("--bagua_service_port", True, "there is no service"),
+    ("--no_python", False, "what is no script.py runs as it is"),
 )
 
 _ELASTIC = "a job has a fixed number of ranks; give it with -np"
 _TUNING = "set --fusion-mb, --bucket-mb and --allreduce by hand"
 _TIMELINE = "there is no timeline yet"
+
+_ONE_STARTS_ALL = "one bagua-run starts all hosts; name them with -H or --hostfile"
+
+# Accepted with this one value: flag, value, what to do instead of another.
+ONLY = (
+    ("--nnodes", "1", _ONE_STARTS_ALL),
+    ("--node_rank", "0", _ONE_STARTS_ALL),
+    ("--autotune_level", "0", _TUNING),
+)
 
 # Refused rather than ignored: flag, whether it takes a value, what to do instead.
 NOT_YET = (
@@ -59,5 +75,9 @@ NOT_YET = (
     ("--blacklist-cooldown-range", True, _ELASTIC),
     ("--host-discovery-script", True, "name the hosts with -H or --hostfile"),
     ("--jsrun", False, "only mpirun is driven; name yours with --mpirun"),
+    ("--host_list", True, "name the hosts with -H or --hostfile"),
+    ("--default_bucket_size", True, "give megabytes to --bucket-mb"),
+    ("--report_metrics", False, "there are no metrics yet"),
+    ("--set_additional_flag", False, "a rank learns its number from bagua.get_local_rank()"),
     ("--tcp", False, "on Open MPI --mpi-args='--mca pml ob1 --mca btl self,sm,tcp' does it"),
 )

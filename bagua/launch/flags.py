@@ -1,4 +1,4 @@
-"""bagua-run's flags: its own, one for every setting, and those that horovodrun's users know."""
+"""bagua-run's flags: its own, one for every setting, and those of launchers that people know."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from bagua.common.config import Config, allowed, nearest, parse, variable
 from bagua.common.errors import UsageError
 from bagua.launch.config_file import read_flags
-from bagua.launch.familiar import NO_EFFECT, NOT_YET
+from bagua.launch.familiar import NO_EFFECT, NOT_YET, ONLY
 
 BINDINGS = ("none", "hwthread", "core", "socket", "numa")
 
@@ -117,6 +117,13 @@ class _NoEffect(argparse.Action):
             namespace.notes.append(f"{flag} has no effect: {self.const}")
 
 
+class _Only(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, value: Any, flag: str | None = None) -> None:
+        known, why = self.const
+        if value != known:
+            raise UsageError(f"{flag} {value} is not in this version: {why}")
+
+
 class _NotYet(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, value: Any, flag: str | None = None) -> None:
         raise UsageError(f"{flag} is not in this version: {self.const}")
@@ -148,6 +155,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, bool]]:
                 const=why,
                 help=argparse.SUPPRESS,
             )
+    for flag, known, why in ONLY:
+        parser.add_argument(flag, action=_Only, const=(known, why), help=argparse.SUPPRESS)
     takes_value = {
         name: action.nargs not in (0, "?")  # a switch, and one that may be told =false
         for action in parser._actions
@@ -158,7 +167,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, bool]]:
 
 def _add_job_flags(group: Any) -> None:
     group.add_argument(
-        "-np", "-n", "--np", "--num-proc",
+        "-np", "-n", "--np", "--num-proc", "--nproc_per_node",
         dest="num_proc", type=_count, metavar="N", help="number of ranks",
     )  # fmt: skip
     group.add_argument(
@@ -188,7 +197,10 @@ def _add_output_flags(group: Any) -> None:
         "--verbose", action="store_true", help="show the command and all that mpirun says"
     )
     group.add_argument(
-        "--output-filename", metavar="DIR", help="also write DIR/rank.N/stdout and stderr"
+        "--output-filename",
+        "--logdir",
+        metavar="DIR",
+        help="also write DIR/rank.N/stdout and stderr",
     )
     group.add_argument(
         "--prefix-output-with-timestamp", "--prefix-timestamp", "-prefix-timestamp",

@@ -9,7 +9,7 @@ import pytest
 
 from bagua.common.config import Config
 from bagua.common.errors import UsageError
-from bagua.launch.familiar import NO_EFFECT, NOT_YET
+from bagua.launch.familiar import NO_EFFECT, NOT_YET, ONLY
 from bagua.launch.flags import flag_environment, parse_command_line
 
 
@@ -31,7 +31,9 @@ def test_two_dashes_end_the_flags():
     assert parse_command_line(["-np=2", "--", "-strange"]).command == ["-strange"]
 
 
-@pytest.mark.parametrize("words", ["-np 2", "-n 2", "--np 2", "-np2", "-n2", "-np=2", "--np=2"])
+@pytest.mark.parametrize(
+    "words", ["-np 2", "-n 2", "--np 2", "-np2", "-n2", "-np=2", "--np=2", "--nproc_per_node=2"]
+)
 def test_ways_to_give_the_number_of_ranks(words):
     options = parse_command_line([*words.split(), "x", "-np", "3"])
     assert (options.num_proc, options.command) == (2, ["x", "-np", "3"])
@@ -71,6 +73,12 @@ def test_every_setting_is_a_flag():
 )
 def test_familiar_names_of_settings(arguments, settings):
     assert parse_command_line([*arguments, "x"]).settings == settings
+
+
+@pytest.mark.parametrize(("flag", "value", "why"), ONLY)
+def test_flags_with_one_value(flag, value, why):
+    assert parse_command_line([flag, value, "program"]).command == ["program"]
+    assert why in refusal(flag, "7", "program")
 
 
 @pytest.mark.parametrize(("flag", "has_value", "why"), NO_EFFECT)

@@ -1,0 +1,1 @@
+"""`python -m bagua.distributed.launch`, see launch.py."""
