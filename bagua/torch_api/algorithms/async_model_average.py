@@ -1,0 +1,45 @@
+"""Replicas train on their own while their weights are averaged in the background."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bagua import algorithms
+from bagua.common.config import nearest
+from bagua.common.errors import UsageError
+from bagua.torch_api.algorithms.algorithm import Algorithm
+from bagua.torch_api.training import distributed_optimizers
+
+
+@dataclass(frozen=True)
+class AsyncModelAverageAlgorithm(Algorithm):
+    """Average every `sync_interval_ms`, after `warmup_steps` steps with averaged gradients."""
+
+    peer_selection_mode: str = "all"
+    sync_interval_ms: int = 500
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.peer_selection_mode != "all":
+            raise UsageError(
+                f"peer_selection_mode={self.peer_selection_mode!r} is not known"
+                f"{nearest(str(self.peer_selection_mode), ['all'])}; known: all"
+            )
+
+    def made(self) -> algorithms.Algorithm:
+        return algorithms.AsyncModelAverage(  # type: ignore[attr-defined,no-any-return]
+            sync_interval_ms=self.sync_interval_ms, warmup_steps=self.warmup_steps
+        )
+
+    def abort(self, model: torch.nn.Module) -> None:
+        """Ends averaging in the background, with equal weights everywhere; all ranks call it."""
+        for optimizer in distributed_optimizers(model):
+            optimizer.pause()
+            optimizer.settle()
+
+    def resume(self, model: torch.nn.Module) -> None:
+        """Goes on after `abort`; all ranks call it."""
+        for optimizer in distributed_optimizers(model):
+            optimizer.resume()

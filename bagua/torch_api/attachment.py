@@ -1,0 +1,118 @@
+"""An optimizer that stays the user's own object, and exchanges when it is called.
+
+A `DistributedOptimizer` acts in its own `step` and `zero_grad`. Here the user goes on calling the
+optimizer inside it, so an attachment does the same in hooks of that one. Hooks refer to the
+attachment weakly: it lives as long as the models that it was made for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from bagua.algorithms import Algorithm
+from bagua.common.process_set import ProcessSet
+from bagua.torch import DistributedOptimizer
+
+_NAME = "bagua_attachment"  # of the optimizer's attribute
+
+
+class Attachment:
+    """What makes `optimizer` exchange; goes with its last reference."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Iterable[tuple[str, torch.Tensor]],
+        algorithm: Algorithm,
+        process_set: ProcessSet,
+    ) -> None:
+        self._hooks: list[Any] = []
+        self.process_set = process_set
+        self._names = list(names)
+        self.distributed = DistributedOptimizer(
+            optimizer, self._names, algorithm=algorithm, process_set=process_set
+        )
+        self._hooks = [
+            optimizer.register_step_pre_hook(_weakly(self._before_step)),
+            optimizer.register_step_post_hook(_weakly(self._after_step)),
+        ]
+        setattr(optimizer, _NAME, weakref.ref(self))
+        # There are no hooks for zero_grad.
+        optimizer.zero_grad = _weakly(self._zero_grad)  # type: ignore[method-assign]
+
+    def __del__(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if self._hooks:
+            vars(self.distributed.inner).pop("zero_grad", None)  # the class has one
+
+    def switch(self, algorithm: Algorithm) -> None:
+        """Goes on with another algorithm."""
+        inner = self.distributed.inner
+        del self.distributed  # its hooks go first
+        self.distributed = DistributedOptimizer(
+            inner, self._names, algorithm=algorithm, process_set=self.process_set
+        )
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Exchanges, or lets the closure do it each time it is evaluated."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self.distributed.synchronize()
+            return None
+
+        def evaluate() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self.distributed.synchronize()
+            return loss
+
+        if len(args) > 1:
+            return (args[0], evaluate, *args[2:]), kwargs
+        return args, {**kwargs, "closure": evaluate}
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.distributed._gradients.stepped()
+
+    def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        inner = self.distributed.inner
+        self.distributed._gradients.look_again()
+        self.distributed._gradients.zeroed()
+        type(inner).zero_grad(inner, *args, **kwargs)
+
+
+def attachment_of(optimizer: torch.optim.Optimizer) -> Attachment | None:
+    """What was made for this optimizer before, if it is still there."""
+    reference = getattr(optimizer, _NAME, None)
+    return reference() if reference else None
+
+
+class AnyOptimizer(torch.optim.Optimizer):
+    """Stands for whichever optimizers step these parameters, where nobody says which."""
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        super().__init__(params, {})
+        self._ids = {id(param) for group in self.param_groups for param in group["params"]}
+
+    def register_step_post_hook(self, hook: Callable[..., None]) -> Any:
+        def call(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            groups = optimizer.param_groups
+            if any(id(param) in self._ids for group in groups for param in group["params"]):
+                hook(optimizer, args, kwargs)
+
+        return register_optimizer_step_post_hook(call)
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        alive = reference()
+        return alive(*args, **kwargs) if alive else None
+
+    return call

@@ -1,0 +1,15 @@
+"""What Bagua keeps beside its core."""
+
+from bagua.torch_api.contrib import sync_batchnorm
+from bagua.torch_api.contrib.load_balancing_data_loader import (
+    LoadBalancingDistributedBatchSampler,
+    LoadBalancingDistributedSampler,
+)
+from bagua.torch_api.contrib.sync_batchnorm import SyncBatchNorm
+
+__all__ = [
+    "LoadBalancingDistributedBatchSampler",
+    "LoadBalancingDistributedSampler",
+    "SyncBatchNorm",
+    "sync_batchnorm",
+]

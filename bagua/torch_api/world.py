@@ -1,0 +1,60 @@
+"""The ranks of the job under the names that Bagua gave them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bagua.common.world import World, init, is_initialized, shutdown, world
+
+__all__ = [
+    "destroy_process_group",
+    "get_local_rank",
+    "get_local_size",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "is_initialized",
+]
+
+
+def init_process_group(store: Any = None, **settings: Any) -> None:
+    """Starts the engine, on every rank; does nothing if it runs already.
+
+    Ranks meet through MPI, so no `store` is needed. `settings` are those of `bagua.init`.
+    """
+    init(**settings)
+
+
+def destroy_process_group() -> None:
+    """Stops the engine, on every rank; open requests fail. `init_process_group` may follow."""
+    shutdown()
+
+
+# Scripts choose their device by the local rank before they call init_process_group; so whichever
+# of these comes first starts the engine, too.
+
+
+def get_rank() -> int:
+    """This process's number; starts the engine if need be."""
+    return _running().rank
+
+
+def get_world_size() -> int:
+    """How many processes there are; starts the engine if need be."""
+    return _running().size
+
+
+def get_local_rank() -> int:
+    """This process's number among those on its host; starts the engine if need be."""
+    return _running().local_rank
+
+
+def get_local_size() -> int:
+    """How many processes there are on this host; starts the engine if need be."""
+    return _running().local_size
+
+
+def _running() -> World:
+    if not is_initialized():
+        init_process_group()
+    return world()
