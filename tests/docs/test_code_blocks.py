@@ -18,7 +18,7 @@ from bagua.launch.flags import parse_command_line
 
 BLOCKS = [block for path in FILES for block in blocks(path)]
 LANGUAGES = {"python", "diff", "bash", "text"}
-MIGRATING = ROOT / "docs" / "migrating-from-horovod.md"
+MIGRATING = sorted((ROOT / "docs").glob("migrating-from-*.md"))
 
 
 def of(*languages: str) -> list[Block]:
@@ -170,8 +170,9 @@ def exported(path: str) -> set[str]:
     raise AssertionError(f"{path} has no __all__")
 
 
-def test_launcher_flags_that_are_listed_are_known():
-    first = [row[0] for row in tables(MIGRATING)]
+@pytest.mark.parametrize("path", MIGRATING, ids=name)
+def test_launcher_flags_that_are_listed_are_known(path):
+    first = [row[0] for row in tables(path)]
     flags = [flag for cell in first for flag in re.findall(r"`(-[\w-]+)", cell)]
     assert len(flags) > 10
     assert [flag for flag in flags if not is_known(flag)] == []
