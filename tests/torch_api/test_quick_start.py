@@ -41,21 +41,17 @@ assert not bagua.is_initialized()
 """
 
 
-def test_quick_start(run_ranks):
-    result = run_ranks(3, QUICK_START)
-    assert result.exit_code == 0, str(result)
-    words = [out.split(maxsplit=3) for out in result.stdout]
-    assert [w[:3] for w in words] == [[str(rank), str(rank), "3"] for rank in range(3)]
-    assert len({w[3] for w in words}) == 1
-
-
-def test_by_the_command_of_bagua(tmp_path):
+def test_quick_start_by_the_command_of_bagua(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(QUICK_START)
     launch = [sys.executable, "-m", "bagua.distributed.launch", "--nnodes=1", "--nproc_per_node=2"]
-    done = subprocess.run([*launch, script, "--epochs"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*launch, script, "--epochs"], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
-    assert sorted(line[:9] for line in done.stdout.splitlines()) == ["[0] 0 0 2", "[1] 1 1 2"]
+    lines = sorted(line.split(maxsplit=4) for line in done.stdout.splitlines())
+    assert [line[:4] for line in lines] == [["[0]", "0", "0", "2"], ["[1]", "1", "1", "2"]]
+    assert lines[0][4] == lines[1][4]
 
 
 ALONE = """
@@ -76,7 +72,7 @@ print("all well")
 
 def test_without_a_launcher():
     done = subprocess.run(
-        [sys.executable, "-c", ALONE], capture_output=True, text=True, env=os.environ, timeout=60
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, env=os.environ, timeout=120
     )
     assert done.stdout.strip() == "all well", done.stderr
 
