@@ -79,7 +79,7 @@ class Gradients:
             process_set,
             compression.wire_dtype,
             int(config.bucket_mb * 2**20),
-            _fold_of(optimizer, algorithm),
+            fold_of(optimizer, algorithm),
         )
         self._loose = Loose(self._plan, compression)
         self._grouping = Grouping(num_groups, groups)
@@ -121,7 +121,7 @@ class Gradients:
     def change(self, algorithm: Algorithm) -> None:
         """Goes on with another algorithm; what was lost so far is not, where it still counts."""
         self.look_again()
-        self._plan.fold = _fold_of(self._optimizer, algorithm)
+        self._plan.fold = fold_of(self._optimizer, algorithm)
         self._plan.algorithm = algorithm
         self._rebuild([[slot for bucket in self._buckets for slot in bucket.slots]])
         self._state_due = self._state_due and lost.something(self._buckets)
@@ -474,7 +474,7 @@ def _weakly(gradients: Gradients) -> Any:
     return decide
 
 
-def _fold_of(optimizer: torch.optim.Optimizer, algorithm: Algorithm) -> Fold | None:
+def fold_of(optimizer: torch.optim.Optimizer, algorithm: Algorithm) -> Fold | None:
     """What makes momentum of gradients, where that is what travels."""
     if algorithm.what != "momentum":
         return None

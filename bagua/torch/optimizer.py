@@ -19,7 +19,7 @@ from bagua.torch.background import Background
 from bagua.torch.between_steps import BetweenSteps
 from bagua.torch.checks import check_algorithm
 from bagua.torch.compression import Compression
-from bagua.torch.gradients import Gradients
+from bagua.torch.gradients import Gradients, fold_of
 from bagua.torch.mixing import Mixing
 from bagua.torch.outer import Outer
 
@@ -88,6 +88,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         }
         self._step = 0
         self._since = 0  # the step from which the algorithm counts
+        self._resting = False  # nothing is begun in the background
         self._loaded: dict[str, Any] | None = None  # of an algorithm that comes with the next step
         self._algorithm = self._checked(algorithm or world().config.algorithm)
         self._driver: Driver = self._driver_of(self._algorithm.at(0))
@@ -103,19 +104,35 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             if not self._skip_synchronize:
                 self.synchronize()
-            if not getattr(self._driver, "skips", False):
+            if not self.skips:
                 loss = self.inner.step()
+        self.stepped()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.zeroed()
+        self.inner.zero_grad(set_to_none)
+
+    # Whoever calls the wrapped optimizer in place of this one calls `synchronize` before its step
+    # and these two after its step and before its zero_grad.
+
+    def stepped(self) -> None:
+        """The wrapped optimizer has stepped."""
         self._driver.stepped()
         self._step += 1
         self._catch_up()
         self._check_replicas()
-        return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zeroed(self) -> None:
+        """Gradients are to be forgotten."""
         self._catch_up()
         self._driver.look_again()
         self._driver.zeroed()
-        self.inner.zero_grad(set_to_none)
+
+    @property
+    def skips(self) -> bool:
+        """Whether the wrapped optimizer must not step, since gradients are no numbers."""
+        return getattr(self._driver, "skips", False)
 
     def synchronize(self) -> None:
         """Makes sure that gradients are exchanged; after `backward()` they usually are."""
@@ -167,6 +184,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._algorithm = self._checked(algorithm)
         self._since = self._step
+        self._resting = False
         self._catch_up()
 
     def settle(self) -> None:
@@ -178,20 +196,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def pause(self) -> None:
         """Begins no more exchanges in the background, until `resume()`."""
-        self._background().resting = True
+        self._rest(True)
 
     def resume(self) -> None:
-        self._background().resting = False
+        self._rest(False)
 
     def consensus_distance(self) -> float:
         """How far weights of the ranks are from their mean, relative to it; every rank calls it."""
         between = isinstance(self._driver, BetweenSteps)
         return self._driver.consensus_distance() if between else 0.0  # type: ignore[union-attr]
 
-    def _background(self) -> Background:
-        if not isinstance(self._driver, Background):
+    def _rest(self, resting: bool) -> None:
+        if self._algorithm.when != "background":
             raise UsageError(f"{self._algorithm!r} has nothing in the background to pause")
-        return self._driver
+        self._resting = resting  # also if it is to begin only after a warm-up
+        if isinstance(self._driver, Background):
+            self._driver.resting = resting
 
     def _checked(self, algorithm: Choice) -> Algorithm:
         if isinstance(algorithm, Mapping):
@@ -205,6 +225,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     "optimizer; leave it out of the algorithm"
                 )
             found = replace(found, warmup_steps=warmup)
+        fold_of(self.inner, found)  # is an error now and not after a warm-up
         check_algorithm(found, self._of_gradients, self._process_set)
         return found
 
@@ -221,7 +242,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         kind: type[BetweenSteps] = Outer if algorithm.what == "delta" else Mixing
         if algorithm.when == "background":
             kind = Background
-        return kind(self.inner, self._named, algorithm, self._process_set, self._step)
+        driver = kind(self.inner, self._named, algorithm, self._process_set, self._step)
+        if isinstance(driver, Background):
+            driver.resting = self._resting
+        return driver
 
     def _catch_up(self) -> None:
         """Changes to the algorithm of this step."""
@@ -276,15 +300,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> Any:
         """The wrapped optimizer's, and what this rank's algorithm keeps from step to step."""
-        kept_now = self._driver.state()
-        if kept_now is None and not self._algorithm.warmup_steps:
-            return self.inner.state_dict()
-        own = {"step": self._step, "since": self._since, "kept": kept_now}
-        return self.inner.state_dict() | {kept.KEY: own}
+        return self.inner.state_dict() | self.own_state()
 
     def load_state_dict(self, state_dict: Any) -> None:
         """What an algorithm keeps is taken up in the next exchange, if every rank has its own."""
         self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != kept.KEY})
+        self.load_own_state(state_dict)
+
+    def own_state(self) -> dict[str, Any]:
+        """What `state_dict()` has beside the wrapped optimizer's; may be empty."""
+        kept_now = self._driver.state()
+        if kept_now is None and not self._algorithm.warmup_steps:
+            return {}
+        return {kept.KEY: {"step": self._step, "since": self._since, "kept": kept_now}}
+
+    def load_own_state(self, state_dict: Any) -> None:
         own = state_dict.get(kept.KEY) or {"step": self._step, "since": self._since, "kept": None}
         self._step, self._since = own["step"], own["since"]
         wanted = self._algorithm.at(self._step - self._since)
