@@ -7,8 +7,9 @@ attachment weakly: it lives as long as the models that it was made for.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,13 +34,16 @@ class Attachment:
     ) -> None:
         self._hooks: list[Any] = []
         self.process_set = process_set
-        self._names = list(names)
         self.distributed = DistributedOptimizer(
-            optimizer, self._names, algorithm=algorithm, process_set=process_set
+            optimizer, names, algorithm=algorithm, process_set=process_set
         )
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._saves = True
         self._hooks = [
             optimizer.register_step_pre_hook(_weakly(self._before_step)),
             optimizer.register_step_post_hook(_weakly(self._after_step)),
+            optimizer.register_state_dict_post_hook(_weakly(self._saved)),
+            optimizer.register_load_state_dict_pre_hook(_weakly(self._loaded)),
         ]
         setattr(optimizer, _NAME, weakref.ref(self))
         # There are no hooks for zero_grad.
@@ -52,18 +56,17 @@ class Attachment:
             vars(self.distributed.inner).pop("zero_grad", None)  # the class has one
 
     def switch(self, algorithm: Algorithm) -> None:
-        """Goes on with another algorithm."""
-        inner = self.distributed.inner
-        del self.distributed  # its hooks go first
-        self.distributed = DistributedOptimizer(
-            inner, self._names, algorithm=algorithm, process_set=self.process_set
-        )
+        """Goes on with another algorithm, or begins the same one anew; all ranks are equal now."""
+        self.distributed.settle()
+        self.distributed.set_algorithm(algorithm)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Exchanges, or lets the closure do it each time it is evaluated."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self.distributed.synchronize()
+            if self.distributed.skips:
+                self._hide_gradients()
             return None
 
         def evaluate() -> Any:
@@ -77,13 +80,38 @@ class Attachment:
         return args, {**kwargs, "closure": evaluate}
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.distributed._gradients.stepped()
+        for param, grad in self._hidden:
+            param.grad = grad
+        self._hidden = []
+        self.distributed.stepped()
+
+    def _hide_gradients(self) -> None:
+        """A hook cannot call a step off; but parameters without a gradient are left alone."""
+        params = [p for group in self.distributed.param_groups for p in group["params"]]
+        self._hidden = [(param, param.grad) for param in params]
+        for param in params:
+            param.grad = None
 
     def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self.distributed.zeroed()
         inner = self.distributed.inner
-        self.distributed._gradients.look_again()
-        self.distributed._gradients.zeroed()
         type(inner).zero_grad(inner, *args, **kwargs)
+
+    def _saved(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        return state_dict | self.distributed.own_state() if self._saves else None
+
+    def _loaded(self, optimizer: Any, state_dict: dict[str, Any]) -> None:
+        if self._saves:
+            self.distributed.load_own_state(state_dict)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """In it the optimizer's state_dict is only what the optimizer itself has."""
+        self._saves = False
+        try:
+            yield
+        finally:
+            self._saves = True
 
 
 def attachment_of(optimizer: torch.optim.Optimizer) -> Attachment | None:

@@ -11,6 +11,7 @@ import torch
 from bagua import algorithms
 from bagua.common.errors import UsageError
 from bagua.common.process_set import ProcessSet
+from bagua.common.world import world
 from bagua.torch import broadcast_optimizer_state, broadcast_parameters
 from bagua.torch_api.algorithms.algorithm import AnyAlgorithm, made
 from bagua.torch_api.attachment import AnyOptimizer, Attachment, attachment_of
@@ -55,16 +56,16 @@ def with_bagua(
     if process_set is None:
         return self
     names = _names(self, optimizers)
-    _broadcast(self, names, optimizers, process_set)
+    for old in known:
+        if old is not None:
+            old.switch(wanted)
+    _broadcast_weights(self, names, process_set)
+    _broadcast_state(optimizers, known, process_set)
     if not optimizers:
         optimizers, known = [_any_optimizer(self, wanted)], [None]
     pairs = [(name, param) for param, name in names.items()]
     for optimizer, attachment in zip(optimizers, known):
-        if attachment is None:
-            attachment = Attachment(optimizer, pairs, wanted, process_set)
-        else:
-            attachment.switch(wanted)
-        training.attachments.append(attachment)
+        training.attachments.append(attachment or Attachment(optimizer, pairs, wanted, process_set))
     return self
 
 
@@ -127,14 +128,21 @@ def _warn_of_strangers(names: Names, stepped: set[torch.Tensor]) -> None:
         )
 
 
-def _broadcast(
-    model: torch.nn.Module, names: Names, optimizers: Optimizers, process_set: ProcessSet
+def _broadcast_weights(model: torch.nn.Module, names: Names, process_set: ProcessSet) -> None:
+    tensors = [(name, param) for param, name in names.items()] + list(model.named_buffers())
+    broadcast_parameters(tensors, process_set.ranks[0], process_set)
+
+
+def _broadcast_state(
+    optimizers: Optimizers, known: Sequence[Attachment | None], process_set: ProcessSet
 ) -> None:
     root = process_set.ranks[0]
-    tensors = [(name, param) for param, name in names.items()] + list(model.named_buffers())
-    broadcast_parameters(tensors, root, process_set)
-    for optimizer in optimizers:
-        broadcast_optimizer_state(optimizer, root, process_set=process_set)
+    for optimizer, attachment in zip(optimizers, known):
+        if attachment is None:
+            broadcast_optimizer_state(optimizer, root, process_set=process_set)
+        else:
+            with attachment.aside():
+                broadcast_optimizer_state(attachment.distributed, root, process_set=process_set)
 
 
 def _any_optimizer(model: torch.nn.Module, algorithm: algorithms.Algorithm) -> AnyOptimizer:
@@ -142,4 +150,6 @@ def _any_optimizer(model: torch.nn.Module, algorithm: algorithms.Algorithm) -> A
         raise UsageError(
             f"{algorithm!r} exchanges when an optimizer steps: with_bagua([optimizer], ...)"
         )
+    if world().config.check_finite == "skip":
+        raise UsageError("check_finite='skip' needs the optimizers: with_bagua([optimizer], ...)")
     return AnyOptimizer(param for param in model.parameters() if param.requires_grad)

@@ -29,8 +29,8 @@ class AsyncModelAverageAlgorithm(Algorithm):
             )
 
     def made(self) -> algorithms.Algorithm:
-        return algorithms.AsyncModelAverage(  # type: ignore[attr-defined,no-any-return]
-            sync_interval_ms=self.sync_interval_ms, warmup_steps=self.warmup_steps
+        return algorithms.AsyncModelAverage(
+            interval_ms=self.sync_interval_ms, warmup_steps=self.warmup_steps
         )
 
     def abort(self, model: torch.nn.Module) -> None:

@@ -20,7 +20,7 @@ class DecentralizedAlgorithm(Algorithm):
     communication_interval: int = 1
 
     def made(self) -> algorithms.Algorithm:
-        return algorithms.Decentralized(  # type: ignore[attr-defined,no-any-return]
+        return algorithms.Decentralized(
             peers=self.peer_selection_mode,
             every=self.communication_interval,
             hierarchical=self.hierarchical,
@@ -29,12 +29,12 @@ class DecentralizedAlgorithm(Algorithm):
 
 @dataclass(frozen=True)
 class LowPrecisionDecentralizedAlgorithm(Algorithm):
-    """Tell both neighbours in a ring the change of the weights, one byte a value."""
+    """Tell both neighbors in a ring the change of the weights, one byte a value."""
 
     hierarchical: bool = True
     communication_interval: int = 1
 
     def made(self) -> algorithms.Algorithm:
-        return algorithms.LowPrecisionDecentralized(  # type: ignore[attr-defined,no-any-return]
+        return algorithms.LowPrecisionDecentralized(
             every=self.communication_interval, hierarchical=self.hierarchical
         )

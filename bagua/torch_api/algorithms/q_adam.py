@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from bagua import algorithms
-from bagua import torch as frontend
+from bagua.common.errors import UsageError
+from bagua.torch import QAdam as QAdamOptimizer
 from bagua.torch_api.algorithms.algorithm import Algorithm
 
 __all__ = ["QAdamAlgorithm", "QAdamOptimizer"]
-
-QAdamOptimizer = getattr(frontend, "QAdam", None)
 
 
 @dataclass(frozen=True)
 class QAdamAlgorithm(Algorithm):
     """For a `QAdamOptimizer`, which says how many steps are warm-up."""
 
-    q_adam_optimizer: Any
+    q_adam_optimizer: QAdamOptimizer
     hierarchical: bool = True
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.q_adam_optimizer, QAdamOptimizer):
+            raise UsageError(
+                f"a QAdamOptimizer is needed, not {type(self.q_adam_optimizer).__name__}"
+            )
+
     def made(self) -> algorithms.Algorithm:
-        return algorithms.QAdam(  # type: ignore[attr-defined,no-any-return]
+        return algorithms.QAdam(
             warmup_steps=self.q_adam_optimizer.warmup_steps, hierarchical=self.hierarchical
         )
