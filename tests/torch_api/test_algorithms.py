@@ -194,6 +194,19 @@ def test_averages_in_the_background(everyone, bagua):
     algorithm.abort(model)
 
 
+@pytest.mark.ranks(2, 3)
+def test_ranks_that_stop_at_different_steps(everyone, bagua):
+    model, optimizer, _ = built(everyone, bagua, "async")
+    algorithm = bagua.algorithms.Algorithm.init("async", sync_interval_ms=1)
+    model.with_bagua([optimizer], algorithm)
+    for _ in range(2):
+        train(everyone, model, optimizer, 3 + 4 * everyone.me)
+        algorithm.abort(model)
+        assert_same_everywhere(model)
+        algorithm.resume(model)
+    algorithm.abort(model)
+
+
 @pytest.mark.ranks(2)
 def test_stopping_before_the_background_has_begun(everyone, bagua):
     """In the warm-up; nothing begins before `resume`."""
