@@ -139,7 +139,8 @@ class Bucket:
         # Exchanges of several contributions add up to one of their sum only if they are linear.
         linear = op in (ReduceOp.Average, ReduceOp.Sum)
         self._reads = self.arena.movable and fold is None
-        self._large = self.arena.large if linear and self._reads else [False] * len(self.slots)
+        lends = linear and fold is None
+        self._large = self.arena.large if lends else [False] * len(self.slots)
         # Gradients that were taken from their parameters while they are exchanged.
         self._away: list[tuple[Slot, torch.Tensor]] = []
 

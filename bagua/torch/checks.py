@@ -23,7 +23,7 @@ def check_algorithm(
     compression, op = of_gradients["compression"], of_gradients["op"]
     compresses = compression.custom or compression.wire_dtype is not None
     if compresses and (algorithm.codec != "raw" or algorithm.low_rank or algorithm.what != "grad"):
-        raise UsageError(f"compression= and {algorithm!r}: choose one")
+        raise UsageError(f"compression= is a codec of its own; leave it out with {algorithm!r}")
     if op not in (None, ReduceOp.Average) and (algorithm.what != "grad" or algorithm.low_rank):
         raise UsageError(f"{algorithm!r} averages; leave op={op.name} out")
     everyone = allgather_object(repr(algorithm), process_set=process_set)

@@ -63,7 +63,7 @@ BAGUA_BOTH typename C::template Gathered<float, int32_t> gather_block(const floa
   return one[0];
 }
 
-// Codes of n values, one to a byte, to and from what travels.
+// Codes of n values, one to a byte, to what travels.
 template <int Bits>
 BAGUA_BOTH void pack(const uint8_t* codes, int n, uint8_t* wire) {
   if constexpr (Bits == 4) {
@@ -78,62 +78,51 @@ BAGUA_BOTH void pack(const uint8_t* codes, int n, uint8_t* wire) {
     }
   }
 }
-template <int Bits>
-BAGUA_BOTH void unpack(const uint8_t* wire, int n, uint8_t* codes) {
-  if constexpr (Bits == 4) {
-    for (int j = 0; j < n / 2; ++j) {
-      codes[2 * j] = wire[j] & 15;
-      codes[2 * j + 1] = static_cast<uint8_t>(wire[j] >> 4);
-    }
-  } else {
-    static_assert(Bits == 1);
-    for (int j = 0; j < n / 8; ++j)
-      for (int k = 0; k < 8; ++k) codes[8 * j + k] = wire[j] >> k & 1;
-  }
-}
 
 template <class C>
 constexpr int64_t block_nbytes(int64_t count) {
   return static_cast<int64_t>(sizeof(typename C::Head)) + (count * C::kBits + 7) / 8;
 }
 
-// Block `x`, filled up if n values are less than C::kBlock.
+// Block `x`, filled up if n values are less than C::kBlock. With a residual what encoding loses of
+// x becomes that; a NaN or an Inf is told once, not for ever.
 template <class C, int W>
-BAGUA_BOTH void encode_block(const float* x, int n, uint8_t* wire) {
+BAGUA_BOTH void encode_block(const float* x, int n, uint8_t* wire, float* residual = nullptr) {
   const typename C::Head head = C::head_of(gather_block<C, W>(x), n);
   memcpy(wire, &head, sizeof head);
   const typename C::Coder coder = C::coder_of(head);
   uint8_t* codes = wire + sizeof head;
-  if constexpr (C::kBits == 8) {
-    for (int i = 0; i < C::kBlock; ++i) codes[i] = static_cast<uint8_t>(C::code(x[i], coder));
-  } else {
-    uint8_t loose[C::kBlock];
-    for (int i = 0; i < C::kBlock; ++i) loose[i] = static_cast<uint8_t>(C::code(x[i], coder));
-    pack<C::kBits>(loose, C::kBlock, codes);
-  }
+  uint8_t loose[C::kBits == 8 ? 1 : C::kBlock];
+  uint8_t* bytes = C::kBits == 8 ? codes : loose;
+  for (int i = 0; i < C::kBlock; ++i) bytes[i] = static_cast<uint8_t>(C::code(x[i], coder));
+  if constexpr (C::kBits != 8) pack<C::kBits>(loose, C::kBlock, codes);
+  if (!residual) return;
+  for (int i = 0; i < C::kBlock; ++i)
+    residual[i] = finite_or_zero(x[i] - C::value(bytes[i], coder));
 }
 
-template <class C>
-BAGUA_BOTH void decode_block(const uint8_t* wire, float* x) {
+// Into x, or on top of what is there.
+template <class C, bool Adds>
+BAGUA_BOTH void decode_block(const uint8_t* __restrict wire, float* __restrict x) {
   typename C::Head head;
   memcpy(&head, wire, sizeof head);
   const typename C::Coder coder = C::coder_of(head);
-  const uint8_t* codes = wire + sizeof head;
-  uint8_t loose[C::kBits == 8 ? 1 : C::kBlock];
-  if constexpr (C::kBits != 8) {
-    unpack<C::kBits>(codes, C::kBlock, loose);
-    codes = loose;
-  }
-  for (int i = 0; i < C::kBlock; ++i) x[i] = C::value(codes[i], coder);
+  const uint8_t* __restrict codes = wire + sizeof head;
+  constexpr int kPerByte = 8 / C::kBits;
+  constexpr uint32_t kMask = (1u << C::kBits) - 1;
+  for (int j = 0; j < C::kBlock / kPerByte; ++j)
+#pragma GCC unroll 8
+    for (int k = 0; k < kPerByte; ++k) {
+      const int i = j * kPerByte + k;
+      const float value = C::value(codes[j] >> (k * C::kBits) & kMask, coder);
+      x[i] = Adds ? x[i] + value : value;
+    }
 }
 
 // The last block may have fewer values; it is coded as if it were filled up, and cut.
 template <class C, int W>
-BAGUA_BOTH void encode_blocks(const float* x, int64_t count, uint8_t* wire) {
+BAGUA_BOTH void encode_cut(const float* x, int64_t count, uint8_t* wire) {
   constexpr int64_t kWhole = block_nbytes<C>(C::kBlock);
-  for (; count >= C::kBlock; count -= C::kBlock, x += C::kBlock, wire += kWhole)
-    encode_block<C, W>(x, C::kBlock, wire);
-  if (count == 0) return;
   float filled[C::kBlock];
   uint8_t cut[kWhole];
   std::copy_n(x, count, filled);
@@ -147,17 +136,44 @@ BAGUA_BOTH void encode_blocks(const float* x, int64_t count, uint8_t* wire) {
   memcpy(wire, cut, static_cast<size_t>(block_nbytes<C>(count)));
 }
 
-template <class C>
+template <class C, int W>
+BAGUA_BOTH void encode_blocks(const float* x, int64_t count, uint8_t* wire) {
+  constexpr int64_t kWhole = block_nbytes<C>(C::kBlock);
+  for (; count >= C::kBlock; count -= C::kBlock, x += C::kBlock, wire += kWhole)
+    encode_block<C, W>(x, C::kBlock, wire);
+  if (count > 0) encode_cut<C, W>(x, count, wire);
+}
+
+template <class C, bool Adds>
 BAGUA_BOTH void decode_blocks(const uint8_t* wire, int64_t count, float* x) {
   constexpr int64_t kWhole = block_nbytes<C>(C::kBlock);
   for (; count >= C::kBlock; count -= C::kBlock, x += C::kBlock, wire += kWhole)
-    decode_block<C>(wire, x);
+    decode_block<C, Adds>(wire, x);
   if (count == 0) return;
-  float filled[C::kBlock];
+  float filled[C::kBlock] = {};
   uint8_t cut[kWhole] = {};
+  if (Adds) std::copy_n(x, count, filled);
   memcpy(cut, wire, static_cast<size_t>(block_nbytes<C>(count)));
-  decode_block<C>(cut, filled);
+  decode_block<C, Adds>(cut, filled);
   std::copy_n(filled, count, x);
+}
+
+// Encodes x + residual, and makes residual what is left of that.
+template <class C, int W>
+BAGUA_BOTH void encode_rests(const float* x, float* residual, int64_t count, uint8_t* wire) {
+  constexpr int64_t kWhole = block_nbytes<C>(C::kBlock);
+  float whole[C::kBlock];
+  for (; count >= C::kBlock; count -= C::kBlock, wire += kWhole) {
+    for (int i = 0; i < C::kBlock; ++i) whole[i] = x[i] + residual[i];
+    encode_block<C, W>(whole, C::kBlock, wire, residual);
+    x += C::kBlock, residual += C::kBlock;
+  }
+  if (count == 0) return;
+  float said[C::kBlock];
+  for (int i = 0; i < count; ++i) whole[i] = x[i] + residual[i];
+  encode_cut<C, W>(whole, count, wire);
+  decode_blocks<C, false>(wire, count, said);
+  for (int i = 0; i < count; ++i) residual[i] = finite_or_zero(whole[i] - said[i]);
 }
 
 }  // namespace bagua

@@ -34,26 +34,45 @@ struct Blocks {
     const int64_t rest = count % C::kBlock;
     return count / C::kBlock * block_nbytes<C>(C::kBlock) + (rest ? block_nbytes<C>(rest) : 0);
   }
-#define BAGUA_BLOCKS(isa, attribute)                                                \
-  attribute static void encode_##isa(const float* in, int64_t count, char* to) {    \
-    encode_blocks<C, kWidth<Isa::isa>>(in, count, reinterpret_cast<uint8_t*>(to));  \
-  }                                                                                 \
-  attribute static void decode_##isa(const char* from, int64_t count, float* out) { \
-    decode_blocks<C>(reinterpret_cast<const uint8_t*>(from), count, out);           \
+#define BAGUA_BLOCKS(isa, attribute)                                                        \
+  attribute static void encode_##isa(const float* in, int64_t count, char* to) {            \
+    encode_blocks<C, kWidth<Isa::isa>>(in, count, reinterpret_cast<uint8_t*>(to));          \
+  }                                                                                         \
+  attribute static void rest_##isa(const float* in, float* rest, int64_t count, char* to) { \
+    encode_rests<C, kWidth<Isa::isa>>(in, rest, count, reinterpret_cast<uint8_t*>(to));     \
+  }                                                                                         \
+  attribute static void decode_##isa(const char* from, int64_t count, float* out) {         \
+    decode_blocks<C, false>(reinterpret_cast<const uint8_t*>(from), count, out);            \
+  }                                                                                         \
+  attribute static void add_##isa(const char* from, int64_t count, float* sum) {            \
+    decode_blocks<C, true>(reinterpret_cast<const uint8_t*>(from), count, sum);             \
   }
   BAGUA_CLONES(BAGUA_BLOCKS)
 #undef BAGUA_BLOCKS
-  static void encode(const Coding&, const float* in, int64_t count, char* wire, Isa isa) {
-#define BAGUA_ENTRY(isa, attribute) encode_##isa,
-    constexpr void (*encodes[])(const float*, int64_t, char*) = {BAGUA_CLONES(BAGUA_ENTRY)};
+#define BAGUA_ENTRY(isa, attribute) {encode_##isa, rest_##isa, decode_##isa, add_##isa},
+  struct Loops {
+    void (*encode)(const float*, int64_t, char*);
+    void (*rest)(const float*, float*, int64_t, char*);
+    void (*decode)(const char*, int64_t, float*);
+    void (*add)(const char*, int64_t, float*);
+  };
+  static const Loops& loops(Isa isa) {
+    static constexpr Loops all[] = {BAGUA_CLONES(BAGUA_ENTRY)};
+    return all[static_cast<int>(isa)];
+  }
 #undef BAGUA_ENTRY
-    encodes[static_cast<int>(isa)](in, count, wire);
+  static void encode(const Coding&, const float* in, int64_t count, char* wire, Isa isa) {
+    loops(isa).encode(in, count, wire);
+  }
+  static void encode_rest(const Coding&, const float* in, float* rest, int64_t count, char* wire,
+                          Isa isa) {
+    loops(isa).rest(in, rest, count, wire);
   }
   static void decode(const Coding&, const char* wire, int64_t count, float* out, Isa isa) {
-#define BAGUA_ENTRY(isa, attribute) decode_##isa,
-    constexpr void (*decodes[])(const char*, int64_t, float*) = {BAGUA_CLONES(BAGUA_ENTRY)};
-#undef BAGUA_ENTRY
-    decodes[static_cast<int>(isa)](wire, count, out);
+    loops(isa).decode(wire, count, out);
+  }
+  static void decode_add(const Coding&, const char* wire, int64_t count, float* sum, Isa isa) {
+    loops(isa).add(wire, count, sum);
   }
 };
 
@@ -61,9 +80,43 @@ template <class C>
 constexpr Codec row(const char* name, int64_t block, bool lossy, bool needs_feedback) {
   return {name, block, lossy, needs_feedback, C::wire_nbytes, C::encode, C::decode};
 }
+template <class C>
+constexpr Codec lossy(const char* name, int64_t block, bool needs_feedback) {
+  Codec codec = row<C>(name, block, true, needs_feedback);
+  codec.encode_rest = C::encode_rest;
+  codec.decode_add = C::decode_add;
+  return codec;
+}
 
-// What is added up or kept meanwhile stays in a core's cache; a multiple of every block.
-constexpr int64_t kTile = 4096;
+// What is added up or kept meanwhile stays in a core's first cache.
+constexpr int64_t kTile = 1024;
+
+// Loops between encoding and decoding, compiled for every instruction set.
+struct Between {
+#define BAGUA_BETWEEN(isa, attribute)                                                        \
+  attribute static void add_##isa(const float* a, const float* b, int64_t n, float* sum) {   \
+    for (int64_t i = 0; i < n; ++i) sum[i] = a[i] + b[i];                                    \
+  }                                                                                          \
+  attribute static void rest_##isa(const float* a, const float* b, int64_t n, float* rest) { \
+    for (int64_t i = 0; i < n; ++i) rest[i] = finite_or_zero(a[i] - b[i]);                   \
+  }
+  BAGUA_CLONES(BAGUA_BETWEEN)
+#undef BAGUA_BETWEEN
+  using Loop = void (*)(const float*, const float*, int64_t, float*);
+  static void add(Isa isa, const float* a, const float* b, int64_t n, float* sum) {
+#define BAGUA_ENTRY(isa, attribute) add_##isa,
+    constexpr Loop loops[] = {BAGUA_CLONES(BAGUA_ENTRY)};
+#undef BAGUA_ENTRY
+    loops[static_cast<int>(isa)](a, b, n, sum);
+  }
+  // What is left of a after b. A NaN or an Inf is told once, not for ever.
+  static void rest(Isa isa, const float* a, const float* b, int64_t n, float* rest) {
+#define BAGUA_ENTRY(isa, attribute) rest_##isa,
+    constexpr Loop loops[] = {BAGUA_CLONES(BAGUA_ENTRY)};
+#undef BAGUA_ENTRY
+    loops[static_cast<int>(isa)](a, b, n, rest);
+  }
+};
 
 }  // namespace
 
@@ -72,11 +125,11 @@ const std::vector<Codec>& codecs() {
       row<Raw>("raw", 1, false, false),
       row<Fp16>("fp16", 1, false, false),
       row<Bf16>("bf16", 1, false, false),
-      row<Blocks<MinMaxU8>>("minmax_u8", MinMaxU8::kBlock, true, false),
-      row<Blocks<MinMaxU4>>("minmax_u4", MinMaxU4::kBlock, true, false),
-      row<Blocks<Fp8E4M3>>("fp8_e4m3", Fp8E4M3::kBlock, true, false),
-      row<Blocks<Sign1>>("sign1", Sign1::kBlock, true, true),
-      row<TopK>("topk", TopK::kChunk, true, true),
+      lossy<Blocks<MinMaxU8>>("minmax_u8", MinMaxU8::kBlock, false),
+      lossy<Blocks<MinMaxU4>>("minmax_u4", MinMaxU4::kBlock, false),
+      lossy<Blocks<Fp8E4M3>>("fp8_e4m3", Fp8E4M3::kBlock, false),
+      lossy<Blocks<Sign1>>("sign1", Sign1::kBlock, true),
+      lossy<TopK>("topk", TopK::kChunk, true),
   };
   return table;
 }
@@ -112,27 +165,25 @@ Coding parse_coding(const std::string& text) {
 
 void Coding::encode_rest(const float* in, float* residual, int64_t count, char* wire,
                          Isa isa) const {
+  if (codec->encode_rest) return codec->encode_rest(*this, in, residual, count, wire, isa);
   float whole[kTile], said[kTile];
   for (int64_t at = 0; at < count; at += kTile) {
     const int64_t n = std::min(kTile, count - at);
-    for (int64_t i = 0; i < n; ++i) whole[i] = in[at + i] + residual[at + i];
+    Between::add(isa, in + at, residual + at, n, whole);
     encode(whole, n, wire, isa);
     decode(wire, n, said, isa);
-    // A NaN or an Inf is told once, not for ever.
-    for (int64_t i = 0; i < n; ++i) {
-      const float rest = whole[i] - said[i];
-      residual[at + i] = is_finite(rest) ? rest : 0.0f;
-    }
+    Between::rest(isa, whole, said, n, residual + at);
     wire += wire_nbytes(n);
   }
 }
 
 void Coding::decode_add(const char* wire, int64_t count, float* sum, Isa isa) const {
+  if (codec->decode_add) return codec->decode_add(*this, wire, count, sum, isa);
   float said[kTile];
   for (int64_t at = 0; at < count; at += kTile) {
     const int64_t n = std::min(kTile, count - at);
     decode(wire, n, said, isa);
-    for (int64_t i = 0; i < n; ++i) sum[at + i] += said[i];
+    Between::add(isa, sum + at, said, n, sum + at);
     wire += wire_nbytes(n);
   }
 }

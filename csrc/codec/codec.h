@@ -39,6 +39,10 @@ struct Codec {
   int64_t (*wire_nbytes)(const Coding&, int64_t count);
   void (*encode)(const Coding&, const float* in, int64_t count, char* wire, Isa isa);
   void (*decode)(const Coding&, const char* wire, int64_t count, float* out, Isa isa);
+  // See Coding, where it can do better than the two above.
+  void (*encode_rest)(const Coding&, const float* in, float* rest, int64_t count, char* wire,
+                      Isa isa) = nullptr;
+  void (*decode_add)(const Coding&, const char* wire, int64_t count, float* sum, Isa isa) = nullptr;
 };
 
 const std::vector<Codec>& codecs();

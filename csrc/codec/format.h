@@ -37,6 +37,7 @@ BAGUA_BOTH float from_bits(uint32_t u) {
 }
 BAGUA_BOTH float not_a_number() { return from_bits(0x7fc00000u); }
 BAGUA_BOTH bool is_finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
+BAGUA_BOTH float finite_or_zero(float x) { return is_finite(x) ? x : 0.0f; }
 // 1 / x, or 0 where that is no number.
 BAGUA_BOTH float inverse_or_zero(float x) {
   const float inverse = 1.0f / x;

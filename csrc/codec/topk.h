@@ -17,6 +17,10 @@ struct TopK {
   static int64_t wire_nbytes(const Coding& coding, int64_t count);
   static void encode(const Coding& coding, const float* in, int64_t count, char* wire, Isa isa);
   static void decode(const Coding& coding, const char* wire, int64_t count, float* out, Isa isa);
+  static void encode_rest(const Coding& coding, const float* in, float* rest, int64_t count,
+                          char* wire, Isa isa);
+  static void decode_add(const Coding& coding, const char* wire, int64_t count, float* sum,
+                         Isa isa);
 };
 
 }  // namespace bagua

@@ -56,11 +56,11 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
   description_.priority = priority;
   const auto item = static_cast<int64_t>(dtype_nbytes(dtype));
   const bool adasum = description_.op == ReduceOp::kAdasum;  // weighs every tensor by itself
-  movable_ = !adasum && description_.codec.empty() && description_.peers.empty() &&
-             engine_->exchanges_anywhere(set);
+  const bool anywhere = !adasum && description_.peers.empty() && engine_->exchanges_anywhere(set);
+  movable_ = anywhere && description_.codec.empty();
   std::vector<int> alone;
   for (size_t i = 0; i < counts_.size(); ++i) {
-    const bool large = movable_ && counts_[i] * item >= kLoneNbytes;
+    const bool large = anywhere && counts_[i] * item >= kLoneNbytes;
     (adasum || large ? alone : together_).push_back(static_cast<int>(i));
   }
   begins_.resize(slot_counts.size());
@@ -77,7 +77,7 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
   for (int i = 0; i < kept; ++i) kept_.push_back(zeros(count_));
   if (shared > 0 || alone.empty()) add_part(0, shared);
   for (const int slot : alone) {
-    if (movable_) part_of_[static_cast<size_t>(slot)] = static_cast<int>(parts_.size());
+    if (anywhere) part_of_[static_cast<size_t>(slot)] = static_cast<int>(parts_.size());
     add_part(begins_[static_cast<size_t>(slot)], counts_[static_cast<size_t>(slot)]);
   }
 }
@@ -126,13 +126,13 @@ bool Bucket::ready_but_not_last(int slot) {
 
 HandlePtr Bucket::launch(Engine::Urgency urgency, const std::vector<Place>& places,
                          std::shared_ptr<void> keepalive) {
-  if (!movable_ && !places.empty()) throw InternalError("this bucket must be in its arena");
   auto request = start_over();
   bool scattered = false;
   for (const Place& place : places) {
     const int part = part_of_.at(static_cast<size_t>(place.slot));
     if (part >= 0 && !place.in_place) throw InternalError("a large slot is exchanged in place");
     if (part >= 0) request->parts[static_cast<size_t>(part)] = {place.data, place.data};
+    if (part < 0 && !movable_) throw InternalError("this slot must be in the arena");
     scattered = scattered || part < 0;
   }
   if (scattered) request->fragments = fragments_of(places);

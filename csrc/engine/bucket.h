@@ -35,9 +35,11 @@ class Bucket {
   // Where each slot begins, in elements; every slot starts on a cache line, unless a codec would
   // see the gaps.
   const std::vector<int64_t>& begins() const { return begins_; }
-  // Whether slots may be exchanged elsewhere without being copied.
+  // Whether all slots may be exchanged elsewhere without being copied; a codec wants those that
+  // share its blocks side by side.
   bool movable() const { return movable_; }
-  // Slots that then travel by themselves: copying one into the arena would cost more than it saves.
+  // Slots that may in any case, and travel by themselves: copying one into the arena would cost
+  // more than it saves.
   std::vector<bool> large() const;
 
   // The slot's values are there; saying so again changes nothing. True for the call that makes the
@@ -78,7 +80,7 @@ class Bucket {
   std::vector<std::shared_ptr<float>> kept_;
   Description description_;
   std::vector<Part> parts_;
-  bool movable_;
+  bool movable_;               // all slots
   std::vector<int> part_of_;   // by slot; -1 for one that shares a part with others
   std::vector<int> together_;  // those
   std::vector<int64_t> counts_;

@@ -15,6 +15,7 @@ struct Tensor {
   char* out;
   int64_t count;
   const std::vector<Fragment>* fragments;  // null if it is in one place
+  Kept kept;                               // of its first value
   size_t nbytes() const { return static_cast<size_t>(count) * dtype_nbytes(dtype); }
 };
 
@@ -52,10 +53,13 @@ std::vector<Tensor> tensors_by_dtype(const std::vector<RequestPtr>& requests) {
   for (const RequestPtr& request : requests) {
     const Part* part = request->parts.data();
     const auto* fragments = request->fragments.empty() ? nullptr : &request->fragments;
+    Kept kept = request->kept;
     for_each_tensor(request->description, [&](DType dtype, const int64_t* dims, size_t ndim) {
       const int64_t count = count_of(dims, ndim);
-      if (count > 0) tensors.push_back({dtype, part->in, part->out, count, fragments});
+      if (count > 0) tensors.push_back({dtype, part->in, part->out, count, fragments, kept});
       fragments = nullptr;
+      for (float*& values : kept)
+        if (values) values += count;
       ++part;
     });
   }
@@ -70,6 +74,7 @@ void on_stretches(const std::vector<Tensor>& tensors, Group& group, const Workbe
                   bool fuse, const std::function<void(Job&)>& run) {
   for (size_t begin = 0; begin < tensors.size();) {
     Job job{group, bench.scratch, tensors[begin].dtype};
+    job.kept = tensors[begin].kept;
     size_t end = begin;
     do {
       const Tensor& t = tensors[end++];
@@ -165,7 +170,6 @@ void exchange_allreduce(const std::vector<RequestPtr>& requests, Group& group,
     job.op = d.op;
     job.finish = finish;
     job.coding = coding.codec ? &coding : nullptr;
-    job.kept = requests[0]->kept;
     job.peers = peers;
     job.exact_in_nodes = d.exact_in_nodes;
     if (!is_linear(d.op)) scale_all(job, d.prescale);
