@@ -18,5 +18,5 @@ class AsyncModelAverage(Algorithm):
 
     what: str = "weight"
     when: str = "background"
-    interval_ms: float = 500.0
+    sync_interval_ms: float = 500.0
     name: ClassVar[str] = "async_model_average"

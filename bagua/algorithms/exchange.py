@@ -44,7 +44,7 @@ class Exchange:
     low_rank: int = 0  # of matrices that travel as products; 0: as they are
     outer_lr: float = 1.0  # delta: the step that all take together
     outer_momentum: float = 0.0
-    interval_ms: float = 0.0  # background: the pause between two exchanges
+    sync_interval_ms: float = 0.0  # background: the pause between two exchanges
 
     def __post_init__(self) -> None:
         for field, known in (
@@ -99,8 +99,8 @@ class Exchange:
             raise UsageError(f"outer_lr is above 0, not {self.outer_lr}")
         if not 0 <= self.outer_momentum < 1:
             raise UsageError(f"outer_momentum is from 0 to below 1, not {self.outer_momentum}")
-        if not self.interval_ms >= 0:
-            raise UsageError(f"an interval in milliseconds is at least 0, not {self.interval_ms}")
+        if not self.sync_interval_ms >= 0:
+            raise UsageError(f"an interval in milliseconds is at least 0, not {self.sync_interval_ms}")
 
     def _check_peers(self) -> None:
         if self.what != "grad" and self.op != ReduceOp.Average:

@@ -33,7 +33,7 @@ class Background(BetweenSteps):
     @torch.no_grad()
     def _start(self) -> None:
         self._rounds += 1
-        self._next_s = time.monotonic() + self._exchange.interval_ms / 1e3
+        self._next_s = time.monotonic() + self._exchange.sync_interval_ms / 1e3
         for piece in self._pieces:
             piece.copy_weights()
             self._given.append(piece.flat.clone())

@@ -246,7 +246,7 @@ def test_rounds_through_a_codec_stay_equal(everyone, hvd, codec):
 
 
 def test_in_the_background(everyone, hvd):
-    algorithm = AsyncModelAverage(interval_ms=0.0)
+    algorithm = AsyncModelAverage(sync_interval_ms=0.0)
     replica = Replica(everyone.me, "sgd")
     replica.optimizer.param_groups[0]["lr"] = 0.0
     optimizer = hvd.DistributedOptimizer(replica.optimizer, algorithm=algorithm)
@@ -270,7 +270,7 @@ def test_in_the_background(everyone, hvd):
 def test_in_the_background_ranks_may_rest_and_be_slow(everyone, hvd):
     replica = Replica(everyone.me, "sgd")
     optimizer = hvd.DistributedOptimizer(
-        replica.optimizer, algorithm=AsyncModelAverage(interval_ms=0.0, warmup_steps=2)
+        replica.optimizer, algorithm=AsyncModelAverage(sync_interval_ms=0.0, warmup_steps=2)
     )
     for step in range(5 + 7 * everyone.me):
         replica.backward(step)
