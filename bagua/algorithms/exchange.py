@@ -100,7 +100,7 @@ class Exchange:
         if not 0 <= self.outer_momentum < 1:
             raise UsageError(f"outer_momentum is from 0 to below 1, not {self.outer_momentum}")
         if not self.sync_interval_ms >= 0:
-            raise UsageError(f"an interval in milliseconds is at least 0, not {self.sync_interval_ms}")
+            raise UsageError(f"sync_interval_ms is at least 0, not {self.sync_interval_ms}")
 
     def _check_peers(self) -> None:
         if self.what != "grad" and self.op != ReduceOp.Average:

@@ -9,6 +9,7 @@ import torch
 from bagua.common.kinds import Urgency
 from bagua.common.objects import allgather_object
 from bagua.torch.between_steps import BetweenSteps
+from bagua.torch.pieces import Piece
 
 
 class Background(BetweenSteps):
@@ -51,13 +52,21 @@ class Background(BetweenSteps):
         self._given = []
         super()._land()
 
+    def _build(self) -> None:
+        super()._build()
+        name = f"{self._prefix}.{self._generation}.marker"
+        self._marker = Piece(name, [("", torch.zeros(1))], self._exchange, self._process_set)
+
     def _drain(self) -> None:
         """A rank may have begun an exchange that others have not yet."""
-        name = f"{self._prefix}.rounds"
-        everyone = allgather_object(self._rounds, name, self._process_set)
-        if self._given and self._rounds < max(everyone):
+        # What all have begun is over before this is, which goes the same way.
+        self._marker.launch(Urgency.WAITED)
+        self._marker.land()
+        if self._given and all(piece.done() for piece in self._pieces):
             self._finish()
-        if self._rounds < max(everyone):
+        waiting = bool(self._given)
+        everyone = allgather_object(waiting, f"{self._prefix}.waiting", self._process_set)
+        if any(everyone) and not waiting:
             self._start()
         if self._given:
             self._finish()

@@ -30,7 +30,7 @@ class AsyncModelAverageAlgorithm(Algorithm):
 
     def made(self) -> algorithms.Algorithm:
         return algorithms.AsyncModelAverage(
-            interval_ms=self.sync_interval_ms, warmup_steps=self.warmup_steps
+            sync_interval_ms=self.sync_interval_ms, warmup_steps=self.warmup_steps
         )
 
     def abort(self, model: torch.nn.Module) -> None:
