@@ -32,8 +32,10 @@ help: ## list the targets
 dev: $(STAMP)/extension ## environment in .venv, the package editable in it, the extension built
 	@$(BIN)/python setup.py --quiet build_ext --inplace >$(STAMP)/build.log 2>&1 || { cat $(STAMP)/build.log; exit 1; }
 
-demo: dev ## train a small model with 2 ranks (NP=n for another number)
+demo: dev ## train a small model with 2 ranks (NP=n for another number) by three algorithms
 	@$(BIN)/bagua-run -np $(NP) $(BIN)/python examples/digits.py
+	$(PIP) -e '.[bench]' --no-build-isolation
+	$(BIN)/bagua-run -np $(NP) $(BIN)/python examples/compare.py
 
 test: test-csrc test-python ## every test: C++ over threads, Python over MPI processes
 
