@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import torch
-from digits import accuracy, load_data, make_model
+from digits import accuracy, load_data, make_model, replicas_are_equal
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -33,6 +33,7 @@ def main() -> None:
         curves[name] = losses, sent
         step = statistics.median(seconds)
         say(f"{name:28}{correct:10.1%}{sent / len(losses) / 1e3:13.1f} kB{step * 1e3:7.2f} ms")
+    say("in the end all replicas are bitwise equal")
     if bagua.rank() == 0:
         draw(curves, options.plot)
 
@@ -73,6 +74,8 @@ def train(algorithm, data, options):
             losses.append(loss.item())
     sent = bagua.counters()["sent_nbytes"] - before
     optimizer.settle()  # replicas may differ between two exchanges
+    if not replicas_are_equal(model):
+        raise SystemExit(f"{algorithm}: REPLICAS DIFFER")
     return losses, sent, seconds, accuracy(model, test)
 
 
