@@ -40,10 +40,11 @@ def check_choice(parser: argparse.ArgumentParser, chosen: Iterable[str]) -> None
 
 
 def distributed(model: torch.nn.Module, make: Optimizers, algorithm: Algorithm) -> Any:
-    """The model's optimizer; QAdam, at Adam's rate, where it is its momentum that travels."""
+    """The model's optimizer; where it is Adam's momentum that travels, QAdam at the same rate."""
     optimizer = make(model.parameters())
     if algorithm.what == "momentum":
-        optimizer = bagua.torch.QAdam(model.parameters(), lr=optimizer.param_groups[0]["lr"])
+        rate, warmup_steps = optimizer.param_groups[0]["lr"], algorithm.warmup_steps
+        optimizer = bagua.torch.QAdam(model.parameters(), rate, warmup_steps)
     return bagua.torch.DistributedOptimizer(
         optimizer, model.named_parameters(), algorithm=algorithm
     )
