@@ -276,6 +276,12 @@ def claim_place() -> None:
     os.environ["BAGUA_PLACE"] = claim
 
 
+def suggest(variables: Mapping[str, str]) -> None:
+    """Sets variables that other software will read, unless somebody has."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
 def report_verdict() -> None:
     """Tells bagua-run that this rank ends because of another one."""
     number = os.environ.get("BAGUA_RUN_VERDICT_FD")
