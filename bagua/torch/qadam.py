@@ -59,13 +59,22 @@ class QAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def fold_gradients(self, params: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
-        """Makes gradients, in these views, the momentum that this rank would go on with."""
+        """Makes gradients, in these views, the momentum that this rank would go on with.
+
+        Over the root of the variance, which is the same on all ranks: a codec's error is then as
+        small as the step that it becomes a part of, also where gradients are tiny.
+        """
         group_of = {param: group for group in self.param_groups for param in group["params"]}
         for param, view in zip(params, views):
             group = group_of[param]
-            self._decayed(param, view, group).lerp_(
-                self._state_of(param)["momentum"], group["betas"][0]
-            )
+            state = self._state_of(param)
+            if state["step"] < self.warmup_steps:
+                raise UsageError(
+                    f"a parameter of shape {tuple(param.shape)} came after the warm-up, so its "
+                    "variance is not known; give it an optimizer of its own"
+                )
+            momentum = self._decayed(param, view, group).lerp_(state["momentum"], group["betas"][0])
+            momentum.div_(self._root(state, group))
             self._folded.add(param)
 
     @staticmethod
@@ -102,16 +111,28 @@ class QAdam(torch.optim.Optimizer):
         beta, beta_of_variance = group["betas"]
         state["step"] += 1
         momentum, variance = state["momentum"], state["variance"]
-        if param in self._folded:
-            momentum.copy_(param.grad)
-        else:
-            gradient = self._decayed(param, param.grad.clone(), group)  # type: ignore[union-attr]
-            momentum.lerp_(gradient, 1 - beta)
-            if state["step"] <= self.warmup_steps:
-                variance.mul_(beta_of_variance)
-                variance.addcmul_(gradient, gradient, value=1 - beta_of_variance)
         if group["decoupled"]:
             param.mul_(1 - group["lr"] * group["weight_decay"])
+        rate = -group["lr"] / (1 - beta ** state["step"])
+        if param in self._folded:
+            momentum.copy_(param.grad).mul_(self._root(state, group))
+            param.add_(param.grad, alpha=rate)  # type: ignore[arg-type]
+            return
+        gradient = self._decayed(param, param.grad.clone(), group)  # type: ignore[union-attr]
+        momentum.lerp_(gradient, 1 - beta)
+        if state["step"] <= self.warmup_steps:
+            variance.mul_(beta_of_variance)
+            variance.addcmul_(gradient, gradient, value=1 - beta_of_variance)
+        param.addcdiv_(momentum, self._root(state, group), value=rate)
+
+    def _root(self, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
+        """What momentum is divided by.
+
+        Once the variance is frozen, that of values which never had a gradient tells nothing: they
+        get their tensor's mean.
+        """
         frozen_at = min(state["step"], self.warmup_steps)
-        root = variance.div(1 - beta_of_variance**frozen_at).sqrt_().add_(group["eps"])
-        param.addcdiv_(momentum, root, value=-group["lr"] / (1 - beta ** state["step"]))
+        variance = state["variance"] / (1 - group["betas"][1] ** frozen_at)
+        if state["step"] >= self.warmup_steps:
+            variance = torch.where(variance == 0, variance.mean(), variance)
+        return variance.sqrt_().add_(group["eps"])

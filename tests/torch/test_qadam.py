@@ -133,3 +133,34 @@ def test_bad_arguments(hvd):
     sgd = torch.optim.SGD([param], lr=0.1)
     with pytest.raises(hvd.UsageError, match=r"use bagua\.torch\.QAdam"):
         hvd.DistributedOptimizer(sgd, algorithm=Algorithm(what="momentum"))
+
+
+def test_values_without_a_gradient_in_the_warm_up_are_not_lost(everyone, hvd):
+    """Their variance is 0, and whatever a codec adds to their momentum must not move them far."""
+    param = nn.Parameter(torch.zeros(40, 50))
+    inner = hvd.QAdam([param], lr=0.01, warmup_steps=3)
+    algorithm = QAdam(warmup_steps=3, hierarchical=False)
+    optimizer = hvd.DistributedOptimizer(inner, algorithm=algorithm)
+    for step in range(12):
+        optimizer.zero_grad()
+        seen = torch.ones(40, 50)
+        if step < 8:
+            seen[:, ::2] = 0
+        (param * seen * gradient(everyone.me, step, (40, 50))).sum().backward()
+        optimizer.step()
+        assert param.abs().max() < 1  # of 12 steps of 0.01, where variances are small ones
+    assert (param[:, ::2] != 0).all()
+
+
+def test_a_parameter_that_comes_after_the_warm_up(hvd):
+    param, late = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))
+    inner = hvd.QAdam([param], lr=0.01, warmup_steps=1)
+    optimizer = hvd.DistributedOptimizer(inner, algorithm="qadam")
+    for _ in range(2):
+        optimizer.zero_grad()
+        param.sum().backward()
+        optimizer.step()
+    optimizer.add_param_group({"params": [late]})
+    optimizer.zero_grad()
+    with pytest.raises(hvd.UsageError, match="after the warm-up"):
+        (param.sum() + late.sum()).backward()
