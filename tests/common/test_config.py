@@ -109,6 +109,8 @@ def test_what_must_agree():
         "fusion_mb": 3.0,
         "bucket_mb": 25.0,
         "algorithm": "gradient_allreduce",
+        "check_replicas_every": 0.0,
+        "check_finite": "off",
         "learn_bucket_order": True,
     }
 
