@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
@@ -49,8 +50,16 @@ class Background(BetweenSteps):
             torch._foreach_add_(piece.params, piece.views)
 
     def _land(self) -> None:
-        self._given = []
-        super()._land()
+        """All ranks do, but not all may have begun what is under way."""
+        if self._pieces:
+            self._drain()
+
+    def load_state(self, loaded: dict[str, Any] | None, step: int) -> None:
+        self._loaded, self._step, self._begun = loaded, step, False
+
+    def _begin(self) -> None:
+        self._land()
+        super()._begin()
 
     def _build(self) -> None:
         super()._build()

@@ -81,6 +81,8 @@ class BetweenSteps:
         lists = [group["params"] for group in self._optimizer.param_groups]
         if core.unchanged(lists, self._all_params, self._required):
             return
+        if self._begun:
+            self.settle()  # what ranks have learned by themselves is not lost
         self._land()
         self._all_params = [p for params in lists for p in params]
         self._required = [p.requires_grad for p in self._all_params]
@@ -166,8 +168,8 @@ class BetweenSteps:
         return {f"kept.{i}": functools.partial(_kept_copy, i) for i in range(count)}
 
     def state(self) -> dict[str, Any] | None:
-        if self._loaded is not None:
-            return self._loaded
+        if self._loaded is not None or not self._begun:
+            return self._loaded  # before it has begun there is nothing of its own
         mine = kept.identity(self.algorithm, self._process_set, self._names_of_all())
         values = {
             what: {

@@ -122,9 +122,11 @@ class Gradients:
         """Goes on with another algorithm; what was lost so far is not, where it still counts."""
         self.look_again()
         self._plan.fold = fold_of(self._optimizer, algorithm)
-        self._plan.algorithm = algorithm
+        before, self._plan.algorithm = self._plan.algorithm, algorithm
         self._rebuild([[slot for bucket in self._buckets for slot in bucket.slots]])
-        self._state_due = self._state_due and lost.something(self._buckets)
+        if (before.what, before.hierarchical) != (algorithm.what, algorithm.hierarchical):
+            lost.restore(None, self._buckets)  # it is of something else
+        self._state_due = lost.something(self._buckets)
 
     def settle(self) -> None:
         """Replicas are equal at any time."""
@@ -212,13 +214,13 @@ class Gradients:
                 wait()
             except BaseException as error:
                 errors.append(error)
+        found = "" if errors or self._watch is None else self._watch.agreed()
         self._reset()
         if errors:
             raise errors[0]
         self._exchanged = True
         self._unshared = False
-        if self._watch is not None:
-            self._tell(self._watch.agreed())
+        self._tell(found)
 
     def _tell(self, found: str) -> None:
         """Which gradients were no numbers; the same on all ranks."""
@@ -260,6 +262,8 @@ class Gradients:
         self._launched = 0
         self._all_launched = False
         self._launch_error = None
+        if self._watch is not None:
+            self._watch.forget()
         for bucket in self._buckets:
             bucket.handle, bucket.stale = None, False
 
@@ -401,6 +405,7 @@ class Gradients:
         if not self._state_due:
             return
         loaded, self._loaded, self._state_due = self._loaded, None, False
+        had_loaded = loaded is not None
         name = f"{self._plan.prefix}.state"
         if not kept.agrees(loaded, self._identity(), name, self._process_set):
             loaded = None
@@ -410,7 +415,8 @@ class Gradients:
                 self._order = None
             runs = [[self._by_name[name] for name in names] for names in buckets]
             self._rebuild(runs, exactly=True)
-        lost.restore(loaded and loaded["lost"], self._buckets)
+        if had_loaded:
+            lost.restore(loaded and loaded["lost"], self._buckets)
 
     @property
     def _by_name(self) -> dict[str, Slot]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from bagua.algorithms import BucketInfo, Exchange
-from bagua.common.errors import BaguaError
 from bagua.common.kinds import Urgency
 from bagua.common.process_set import ProcessSet
 from bagua.torch.buckets import Bucket, Fold, Slot
@@ -104,6 +102,4 @@ class LowRankBucket(Bucket):
                 lost.copy_(value)
 
     def refuse(self, problem: str) -> None:
-        for piece in (self._tall, self._wide):
-            with contextlib.suppress(BaguaError):
-                piece.refuse(problem)
+        self._tall.refuse(problem)  # without which nobody comes to the other

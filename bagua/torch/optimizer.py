@@ -167,6 +167,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self.synchronize()
+            if self.skips:
+                raise UsageError(
+                    "gradients are not finite, and a step with a closure cannot be skipped: use "
+                    "check_finite=report"
+                )
             return loss
 
         return evaluate
@@ -267,7 +272,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         every = int(world().config.check_replicas_every)
         if not every or self._step % every or not isinstance(self._driver, Gradients):
             return
-        safety.check_replicas(self._driver.named(), f"replicas.{self._step}", self._process_set)
+        safety.check_replicas(self._driver.named(), "replicas", self._process_set)
 
     # GradScaler would hand its scale to this object; so it unscales the gradients itself.
     _step_supports_amp_scaling = False
@@ -309,7 +314,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def own_state(self) -> dict[str, Any]:
         """What `state_dict()` has beside the wrapped optimizer's; may be empty."""
-        kept_now = self._driver.state()
+        kept_now = self._driver.state() if self._loaded is None else self._loaded
         if kept_now is None and not self._algorithm.warmup_steps:
             return {}
         return {kept.KEY: {"step": self._step, "since": self._since, "kept": kept_now}}

@@ -13,6 +13,9 @@ from bagua.common.errors import UsageError
 class QAdam(torch.optim.Optimizer):
     """Adam for `warmup_steps` steps; then its variance stays as it is, and only momentum moves.
 
+    After the warm-up `grad` is momentum over the root of the variance, once backward has returned:
+    gradients can neither be clipped nor unscaled there, so train without a `GradScaler`.
+
     In a `DistributedOptimizer(..., algorithm="qadam")` ranks average gradients during the warm-up,
     exactly, and momentum afterwards, through a codec. By itself it does the same on one rank.
 
@@ -72,6 +75,11 @@ class QAdam(torch.optim.Optimizer):
                 raise UsageError(
                     f"a parameter of shape {tuple(param.shape)} came after the warm-up, so its "
                     "variance is not known; give it an optimizer of its own"
+                )
+            if not state["variance"].any() and view.any():
+                raise UsageError(
+                    f"a parameter of shape {tuple(param.shape)} had no gradient in the warm-up, so "
+                    "its variance is not known; warm up longer, or give it an optimizer of its own"
                 )
             momentum = self._decayed(param, view, group).lerp_(state["momentum"], group["betas"][0])
             momentum.div_(self._root(state, group))

@@ -6,9 +6,12 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from bagua.common.errors import BaguaError
+from bagua.common.errors import BaguaError, UsageError
+from bagua.common.kinds import ReduceOp
+from bagua.common.numpy_ops import allreduce
 from bagua.common.objects import allgather_object
 from bagua.common.process_set import ProcessSet
 
@@ -22,7 +25,10 @@ class ReplicasDifferError(BaguaError):
 def check_replicas(named: Named, name: str, process_set: ProcessSet) -> None:
     """Raises on every rank, naming the first parameter that differs, and who differs from whom."""
     mine = [_checksum(param) for _, param in named]
-    everyone = allgather_object(mine, name, process_set)
+    try:
+        everyone = allgather_object(mine, name, process_set)
+    except UsageError:
+        return  # a rank has joined, and looks no more
     for i, (param_name, _) in enumerate(named):
         ranks_of: dict[int, list[int]] = {}
         for rank, sums in zip(process_set.ranks, everyone):
@@ -68,10 +74,21 @@ class NonFinite:
                 self._mine[bucket.name] = slot.name
                 return
 
+    def forget(self) -> None:
+        self._mine = {}
+
     def agreed(self) -> str:
         """What any rank has found since the last call; the same on all."""
         mine, self._mine = self._mine, {}
-        everyone = allgather_object(mine, self._name, self._process_set)
+        # A sum, which also a rank that has joined takes part in.
+        flag = np.array([bool(mine)], np.uint8)
+        flag = allreduce(flag, name=self._name, op=ReduceOp.Max, process_set=self._process_set)
+        if not flag[0]:
+            return ""
+        try:
+            everyone = allgather_object(mine, f"{self._name}.names", self._process_set)
+        except UsageError:
+            return "a gradient, nobody says which since a rank has joined"
         found = [
             f"{param} ({bucket}) on rank {rank}"
             for rank, theirs in zip(self._process_set.ranks, everyone)

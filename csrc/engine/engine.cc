@@ -203,7 +203,8 @@ void Engine::coordinate() {
     driven_ = false;
     stopped_ = through;
     // The wake-up of what came after the last look was perhaps read by that look.
-    if (due() || stopping_ != stopping || (ledger_ && ledger_->has_background())) doze_us = 0;
+    const bool background = ledger_ && !failure_ && ledger_->has_background();
+    if (due() || stopping_ != stopping || background) doze_us = 0;
     changed_.notify_all();
     if (through) return;
   }

@@ -83,13 +83,13 @@ std::vector<Decision> Ledger::take(bool everything) {
   for (Decision& d : decisions_) {
     // Who has joined stands in for requests that were agreed before, and for no others.
     everything = everything || d.last_joined >= 0;
-    if (!everything) hold_back(d);
-    while (everything && has_background()) taken.push_back(take_background());
-    if (d.empty()) continue;
     // Bits come first and in the order of ids: this is what the others will see.
     std::stable_sort(d.agreed.begin(), d.agreed.end(), [](const auto& a, const auto& b) {
       return a.as_bit() && (!b.as_bit() || a.id < b.id);
     });
+    if (!everything) hold_back(d);
+    while (everything && has_background()) taken.push_back(take_background());
+    if (d.empty()) continue;
     taken.push_back(std::move(d));
   }
   decisions_.clear();
@@ -307,6 +307,9 @@ std::string Ledger::mismatch(const Set& s, const Pending& pending) const {
 std::string Ledger::objection(int32_t set, const Description& description) const {
   const Set& s = sets_.at(set);
   if (s.joined_count > 0 && !allows_joined(description.kind))
+    return "rank " + std::to_string(s.last_joined) + " has joined";
+  // Zeros of a rank that has joined would be taken for values, and its copies of others go wrong.
+  if (s.joined_count > 0 && !description.codec.empty() && !description.peers.empty())
     return "rank " + std::to_string(s.last_joined) + " has joined";
   if (description.kind == OpKind::kBroadcast) {
     const int root = s.member_of(description.root);

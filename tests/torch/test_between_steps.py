@@ -316,7 +316,7 @@ RESUMABLE = [
 
 
 @pytest.mark.parametrize("algorithm", RESUMABLE, ids=repr)
-@pytest.mark.parametrize("resume_at", [1, 4, 6])
+@pytest.mark.parametrize("resume_at", [0, 3, 4])
 def test_resumes_in_the_same_bits(everyone, hvd, algorithm, resume_at):
     whole, _ = real(everyone, hvd, "momentum", algorithm, 9)
     first, saved = real(everyone, hvd, "momentum", algorithm, resume_at)
@@ -447,3 +447,51 @@ def test_replicas_begin_equal(everyone, hvd):
     replica.backward(0)
     optimizer.step()
     assert torch.equal(replica.params[0].detach(), noise(99, 0, SHAPES[0]))
+
+
+def test_neighbors_copies_cannot_do_without_a_rank(everyone, hvd):
+    replica = Replica(everyone.me, "sgd")
+    optimizer = hvd.DistributedOptimizer(
+        replica.optimizer, algorithm=LowPrecisionDecentralized(hierarchical=False)
+    )
+    replica.step(0)
+    optimizer.step()
+    if everyone.me == 0 and everyone.size > 1:
+        replica.step(1)
+        with pytest.raises(hvd.UsageError, match="has joined"):
+            optimizer.step()
+    hvd.join()
+
+
+def test_thawing_keeps_what_ranks_have_learned(everyone, hvd):
+    replica = Replica(everyone.me, "sgd")
+    replica.params[1].requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(replica.optimizer, algorithm=LocalSGD(every=100))
+    replica.optimizer.param_groups[0]["lr"] = 0.0
+    for step in range(3):
+        replica.backward(step)
+        optimizer.step()
+    with torch.no_grad():
+        replica.params[0] += everyone.me
+    replica.params[1].requires_grad_(True)
+    replica.backward(3)
+    optimizer.step()
+    expected = noise(99, 0, SHAPES[0]) + (everyone.size - 1) / 2
+    torch.testing.assert_close(replica.params[0].detach(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_come_while_an_average_is_on_its_way(everyone, hvd):
+    replica = Replica(everyone.me, "sgd")
+    optimizer = hvd.DistributedOptimizer(
+        replica.optimizer, algorithm=AsyncModelAverage(sync_interval_ms=0.0)
+    )
+    for step in range(6):
+        replica.backward(step)
+        optimizer.step()
+        if step == 2:
+            if everyone.me:
+                optimizer.pause()
+            more = nn.Parameter(torch.zeros(3))
+            optimizer.add_param_group({"params": [more]})
+    optimizer.settle()
+    assert optimizer.consensus_distance() < 1e-12

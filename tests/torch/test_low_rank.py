@@ -132,3 +132,27 @@ def test_recovers_from_one_bad_step(everyone, hvd):
         (param * values).sum().backward()
         assert bool(param.grad.isfinite().all()) == (step != 1)
         optimizer.step()
+
+
+def test_one_rank_fails_and_all_go_on(everyone, hvd):
+    params, optimizer = make(hvd, PowerSGD(low_rank=2, warmup_steps=0))
+    if everyone.size == 1:
+        return
+    for step in range(4):
+        if step != 1:
+            backward(everyone, params, optimizer, step)
+            optimizer.step()
+            continue
+        optimizer.zero_grad()
+        if everyone.me == 0:
+            hook = params[0].register_hook(lambda grad: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                sum(p.sum() for p in params).backward()
+            hook.remove()
+            optimizer.zero_grad()
+        else:
+            with pytest.raises(hvd.UsageError, match="raised an exception"):
+                sum(p.sum() for p in params).backward()
+            optimizer.zero_grad()
+    for theirs in hvd.allgather_object([param.detach() for param in params]):
+        assert all(torch.equal(a, p) for a, p in zip(theirs, params))

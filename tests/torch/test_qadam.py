@@ -164,3 +164,30 @@ def test_a_parameter_that_comes_after_the_warm_up(hvd):
     optimizer.zero_grad()
     with pytest.raises(hvd.UsageError, match="after the warm-up"):
         (param.sum() + late.sum()).backward()
+
+
+def test_one_rank_loads_in_the_warm_up_s_wake(everyone, hvd):
+    """The others get only how far training has come, and nobody waits for anybody."""
+    first = [nn.Parameter(torch.ones(30, 30))]
+    saved = hvd.DistributedOptimizer(
+        hvd.QAdam(first, warmup_steps=2), algorithm=QAdam(warmup_steps=2, hierarchical=False)
+    )
+    second = [nn.Parameter(torch.ones(30, 30))]
+    optimizer = hvd.DistributedOptimizer(
+        hvd.QAdam(second, warmup_steps=2), algorithm=QAdam(warmup_steps=2, hierarchical=False)
+    )
+
+    def step(params, optimizer, number):
+        optimizer.zero_grad()
+        (params[0] * gradient(everyone.me, number, (30, 30))).sum().backward()
+        optimizer.step()
+
+    for number in range(4):
+        step(first, saved, number)
+    if everyone.me == 0:
+        optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    for number in range(4, 6):
+        step(second, optimizer, number)
+    for theirs in hvd.allgather_object(second):
+        assert torch.equal(theirs[0], second[0])

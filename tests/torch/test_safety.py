@@ -116,3 +116,35 @@ def test_weights_of_some_parameters_only_are_refused(hvd):
         PerParameter({"*": "decentralized"})
     with pytest.raises(hvd.UsageError, match="did you mean 'topk'"):
         PerParameter({"*": "topkk"})
+
+
+@pytest.mark.parametrize("check", ["finite", "replicas"])
+def test_looks_do_without_a_rank_that_has_joined(everyone, hvd, setting, check):
+    if check == "finite":
+        setting(check_finite="report")
+    else:
+        setting(check_replicas_every=1)
+    param = nn.Parameter(torch.zeros(10))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0))
+    for _ in range(2 if everyone.me == 0 else 4):
+        optimizer.zero_grad()
+        param.sum().backward()
+        optimizer.step()
+    hvd.join()
+
+
+def test_a_step_with_a_closure_is_not_taken(everyone, hvd, setting):
+    setting(check_finite="skip")
+    param = nn.Parameter(torch.zeros(10))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (param * torch.nan).sum()
+        loss.backward()
+        return loss
+
+    with warnings.catch_warnings(), pytest.raises(hvd.UsageError, match="closure"):
+        warnings.simplefilter("ignore")
+        optimizer.step(closure)
+    assert (param == 0).all()
