@@ -84,8 +84,7 @@ def train(task: Task, algorithm: Algorithm, optimizer_name: str, steps: int) -> 
         optimizer.step()
         losses.append(loss.item())
         sent.append(bagua.torch.counters()["sent_nbytes"] - before)
-    if hasattr(optimizer, "settle"):
-        optimizer.settle()
+    optimizer.settle()
     with torch.no_grad():
         score = task.score(model)
     count = sum(param.numel() for param in model.parameters())

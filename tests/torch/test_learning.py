@@ -88,27 +88,31 @@ def half(everyone) -> slice:
     return slice(everyone.me * share, (everyone.me + 1) * share)
 
 
+@pytest.fixture(scope="module")
+def alone(digits) -> float:
+    """What a single process gets right."""
+    return trained(digits, slice(None), sgd)[1]
+
+
 def assert_equal_replicas(hvd, model) -> None:
     for theirs in hvd.allgather_object([p.detach() for p in model.parameters()]):
         assert all(torch.equal(a, b) for a, b in zip(theirs, model.parameters()))
 
 
-def test_a_rank_by_itself_does_not(everyone, digits):
-    assert trained(digits, half(everyone), sgd)[1] < 0.8
+def test_a_rank_by_itself_does_not(everyone, digits, alone):
+    assert trained(digits, half(everyone), sgd)[1] < alone - 0.15
 
 
 @pytest.mark.parametrize("name", [n for n in ALGORITHMS if ALGORITHMS[n].when != "background"])
-def test_learns_what_a_single_process_learns(everyone, hvd, digits, name):
-    _, alone = trained(digits, slice(None), sgd)
+def test_learns_what_a_single_process_learns(everyone, hvd, digits, alone, name):
     model, together = trained(digits, half(everyone), partial(distributed, hvd, name))
     assert together > alone - 0.03
     assert_equal_replicas(hvd, model)
 
 
 @pytest.mark.parametrize("name", [n for n in ALGORITHMS if ALGORITHMS[n].when == "background"])
-def test_learns_although_nobody_says_when_ranks_exchange(everyone, hvd, digits, name):
+def test_learns_although_nobody_says_when_ranks_exchange(everyone, hvd, digits, alone, name):
     """So here they share all labels."""
-    _, alone = trained(digits, slice(None), sgd)
     before = hvd.counters()["exchanges"]
     every_other = slice(everyone.me, None, everyone.size)
     model, together = trained(digits, every_other, partial(distributed, hvd, name), pause_s=0.002)
