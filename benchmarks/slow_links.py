@@ -57,7 +57,8 @@ class Turns:
         self._times: list[float] = []
         self._sent: list[float] = []
         every = algorithm.every if algorithm else 1
-        self._steps_differ = every > 1 or (algorithm is not None and algorithm.when == "background")
+        self._in_background = algorithm is not None and algorithm.when == "background"
+        self._steps_differ = every > 1 or self._in_background
         self._turn = -(-LONG_TURN // every) * every if self._steps_differ else TURN
 
     def take(self, meet: Run, counts: bool) -> None:
@@ -76,6 +77,9 @@ class Turns:
         if counts:
             self._times += [statistics.fmean(times)] if self._steps_differ else times
             self._sent.append((sent_nbytes() - before) / self._turn)
+        if self._in_background:
+            self._optimizer.settle()  # some ranks have begun what others would in their next turn
+            _wait_for_silence()
         meet()
 
     def end(self) -> Figure:
