@@ -104,10 +104,12 @@ def takes_from(peers: str, number: int, n: int, me: int) -> list[int]:
     return [me]
 
 
-@pytest.mark.parametrize("inner", list(INNER))
-@pytest.mark.parametrize("when", ["forward", "step"])
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("peers", ["all", "shift_one", "ring", "exponential"])
+PEERS = ["all", "shift_one", "ring", "exponential"]
+MIXED = [(peers, 1, when, "sgd") for peers in PEERS for when in ("forward", "step")]
+MIXED += [("shift_one", 3, when, inner) for when in ("forward", "step") for inner in INNER]
+
+
+@pytest.mark.parametrize(("peers", "every", "when", "inner"), MIXED)
 def test_decentralized(everyone, hvd, peers, every, when, inner):
     algorithm = Decentralized(peers=peers, every=every, when=when, hierarchical=False)
     n, steps, number = everyone.size, 8, 0
@@ -155,8 +157,13 @@ def said(coding, z: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
-@pytest.mark.parametrize("codec", ["minmax_u8", "minmax_u4", "fp8_e4m3", "bf16"])
-@pytest.mark.parametrize("inner", list(INNER))
+@pytest.mark.parametrize(
+    ("codec", "inner"),
+    [
+        *((codec, "sgd") for codec in ("minmax_u8", "minmax_u4", "fp8_e4m3", "bf16")),
+        ("minmax_u8", "adam"),
+    ],
+)
 def test_low_precision_decentralized(everyone, hvd, codec, inner):
     algorithm = LowPrecisionDecentralized(codec=codec, hierarchical=False)
     n, steps = everyone.size, 5

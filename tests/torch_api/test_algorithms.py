@@ -73,8 +73,8 @@ def test_async_model_average(bagua):
     from bagua.algorithms import AsyncModelAverage
 
     kind = bagua.algorithms.async_model_average.AsyncModelAverageAlgorithm
-    assert kind().made() == AsyncModelAverage(interval_ms=500)
-    assert kind("all", 20, 3).made() == AsyncModelAverage(interval_ms=20, warmup_steps=3)
+    assert kind().made() == AsyncModelAverage(sync_interval_ms=500)
+    assert kind("all", 20, 3).made() == AsyncModelAverage(sync_interval_ms=20, warmup_steps=3)
     with pytest.raises(ValueError, match="peer_selection_mode='shift_one' is not known"):
         kind("shift_one")
 
