@@ -128,19 +128,22 @@ class QAdam(torch.optim.Optimizer):
             return
         gradient = self._decayed(param, param.grad.clone(), group)  # type: ignore[union-attr]
         momentum.lerp_(gradient, 1 - beta)
-        if state["step"] <= self.warmup_steps:
+        frozen = state["step"] > self.warmup_steps
+        if not frozen:
             variance.mul_(beta_of_variance)
             variance.addcmul_(gradient, gradient, value=1 - beta_of_variance)
-        param.addcdiv_(momentum, self._root(state, group), value=rate)
+        param.addcdiv_(momentum, self._root(state, group, frozen), value=rate)
 
-    def _root(self, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
+    def _root(
+        self, state: dict[str, Any], group: dict[str, Any], frozen: bool = True
+    ) -> torch.Tensor:
         """What momentum is divided by.
 
-        Once the variance is frozen, that of values which never had a gradient tells nothing: they
-        get their tensor's mean.
+        Once the variance is frozen, that of values which had next to no gradient tells nothing: it
+        is taken for a hundredth of their tensor's mean, else what a codec adds would move them far.
         """
         frozen_at = min(state["step"], self.warmup_steps)
         variance = state["variance"] / (1 - group["betas"][1] ** frozen_at)
-        if state["step"] >= self.warmup_steps:
-            variance = torch.where(variance == 0, variance.mean(), variance)
+        if frozen:
+            variance = variance.clamp(min=0.01 * variance.mean())
         return variance.sqrt_().add_(group["eps"])

@@ -63,7 +63,10 @@ def simulated(n: int, steps: int, weight_decay: float, decoupled: bool):
             if decoupled:
                 x = x * (1 - 0.01 * weight_decay)
             frozen_at = min(step + 1, 3)
-            corrected = (v / (1 - b2**frozen_at)).sqrt() + 1e-8
+            variance = v / (1 - b2**frozen_at)
+            if step >= 3:
+                variance = variance.clamp(min=0.01 * variance.mean())
+            corrected = variance.sqrt() + 1e-8
             x = x - 0.01 * (m / (1 - b1 ** (step + 1))) / corrected
         results.append(x)
     return results
