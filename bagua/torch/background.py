@@ -9,6 +9,7 @@ import torch
 
 from bagua.common.kinds import Urgency
 from bagua.common.objects import allgather_object
+from bagua.common.world import barrier
 from bagua.torch.between_steps import BetweenSteps
 from bagua.torch.pieces import Piece
 
@@ -18,11 +19,9 @@ class Background(BetweenSteps):
 
     piece_nbytes = 1 << 20  # what others must wait for at most
 
-    def __init__(self, *args: object) -> None:
-        self._given: list[torch.Tensor] = []  # by piece, while an exchange is under way
-        self._next_s = 0.0
-        self.resting = False  # no exchange is begun
-        super().__init__(*args)  # type: ignore[arg-type]
+    resting = False  # no exchange is begun
+    _next_s = 0.0
+    _given: list[torch.Tensor]  # by piece, while an exchange is under way
 
     def stepped(self) -> None:
         super().stepped()
@@ -34,7 +33,6 @@ class Background(BetweenSteps):
 
     @torch.no_grad()
     def _start(self) -> None:
-        self._rounds += 1
         self._next_s = time.monotonic() + self._exchange.sync_interval_ms / 1e3
         for piece in self._pieces:
             piece.copy_weights()
@@ -63,12 +61,14 @@ class Background(BetweenSteps):
 
     def _build(self) -> None:
         super()._build()
+        self._given = []
         name = f"{self._prefix}.{self._generation}.marker"
         self._marker = Piece(name, [("", torch.zeros(1))], self._exchange, self._process_set)
 
     def _drain(self) -> None:
         """A rank may have begun an exchange that others have not yet."""
-        # What all have begun is over before this is, which goes the same way.
+        barrier(self._process_set)
+        # What all have begun is agreed on by now, so it is over before this is.
         self._marker.launch(Urgency.WAITED)
         self._marker.land()
         if self._given and all(piece.done() for piece in self._pieces):
