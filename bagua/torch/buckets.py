@@ -143,6 +143,10 @@ class Bucket:
         self._large = self.arena.large if lends else [False] * len(self.slots)
         # Gradients that were taken from their parameters while they are exchanged.
         self._away: list[tuple[Slot, torch.Tensor]] = []
+        self._prepare(exchange, process_set)
+
+    def _prepare(self, exchange: Exchange, process_set: ProcessSet) -> None:
+        """What a kind of bucket has beside its arena."""
 
     def _lay_out(self, dtype: torch.dtype) -> None:
         if memoryview(self.arena).nbytes == 0:
