@@ -76,13 +76,9 @@ class QAdam(torch.optim.Optimizer):
                     f"a parameter of shape {tuple(param.shape)} came after the warm-up, so its "
                     "variance is not known; give it an optimizer of its own"
                 )
-            if not state["variance"].any() and view.any():
-                raise UsageError(
-                    f"a parameter of shape {tuple(param.shape)} had no gradient in the warm-up, so "
-                    "its variance is not known; warm up longer, or give it an optimizer of its own"
-                )
+            root = self._frozen_root(state, group, view)
             momentum = self._decayed(param, view, group).lerp_(state["momentum"], group["betas"][0])
-            momentum.div_(self._root(state, group))
+            momentum.div_(root)
             self._folded.add(param)
 
     @staticmethod
@@ -101,6 +97,10 @@ class QAdam(torch.optim.Optimizer):
             state["variance"] = torch.zeros_like(param)
         return state
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._folded.clear()
+        super().zero_grad(set_to_none)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -118,32 +118,46 @@ class QAdam(torch.optim.Optimizer):
         state = self._state_of(param)
         beta, beta_of_variance = group["betas"]
         state["step"] += 1
-        momentum, variance = state["momentum"], state["variance"]
+        momentum = state["momentum"]
         if group["decoupled"]:
             param.mul_(1 - group["lr"] * group["weight_decay"])
         rate = -group["lr"] / (1 - beta ** state["step"])
         if param in self._folded:
-            momentum.copy_(param.grad).mul_(self._root(state, group))
+            momentum.copy_(param.grad).mul_(state.get("root", 1))
             param.add_(param.grad, alpha=rate)  # type: ignore[arg-type]
             return
         gradient = self._decayed(param, param.grad.clone(), group)  # type: ignore[union-attr]
         momentum.lerp_(gradient, 1 - beta)
-        frozen = state["step"] > self.warmup_steps
-        if not frozen:
+        if state["step"] > self.warmup_steps:
+            root = self._frozen_root(state, group, gradient)
+        else:
+            variance = state["variance"]
             variance.mul_(beta_of_variance)
             variance.addcmul_(gradient, gradient, value=1 - beta_of_variance)
-        param.addcdiv_(momentum, self._root(state, group, frozen), value=rate)
+            variance = variance / (1 - beta_of_variance ** state["step"])
+            root = variance.sqrt_().add_(group["eps"])
+        param.addcdiv_(momentum, root, value=rate)
 
-    def _root(
-        self, state: dict[str, Any], group: dict[str, Any], frozen: bool = True
+    def _frozen_root(
+        self, state: dict[str, Any], group: dict[str, Any], gradient: torch.Tensor
     ) -> torch.Tensor:
-        """What momentum is divided by.
+        """What momentum is divided by after the warm-up; it takes the variance's place.
 
-        Once the variance is frozen, that of values which had next to no gradient tells nothing: it
-        is taken for a hundredth of their tensor's mean, else what a codec adds would move them far.
+        The variance of values which had next to no gradient tells nothing: it is taken for a
+        hundredth of their tensor's mean, else what a codec adds would move them far.
         """
-        frozen_at = min(state["step"], self.warmup_steps)
-        variance = state["variance"] / (1 - group["betas"][1] ** frozen_at)
-        if frozen:
-            variance = variance.clamp(min=0.01 * variance.mean())
-        return variance.sqrt_().add_(group["eps"])
+        if "root" not in state:
+            variance = state["variance"]
+            if not variance.any():
+                if gradient.any():
+                    raise UsageError(
+                        f"a parameter of shape {tuple(gradient.shape)} had no gradient in the "
+                        "warm-up, so its variance is not known; warm up longer, or give it an "
+                        "optimizer of its own"
+                    )
+                return torch.ones_like(variance)  # there is nothing to divide
+            variance /= 1 - group["betas"][1] ** self.warmup_steps
+            variance.clamp_(min=0.01 * variance.mean())
+            state["root"] = state.pop("variance").sqrt_().add_(group["eps"])
+        root: torch.Tensor = state["root"]
+        return root
