@@ -4,10 +4,9 @@ the result, which mixing.py, background.py and outer.py say. Backward is left al
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ class BetweenSteps:
     """See the module."""
 
     piece_nbytes = 0  # 0: the size of a bucket
+    skips = False  # gradients are the optimizer's own business
 
     def __init__(
         self,
@@ -162,10 +162,10 @@ class BetweenSteps:
 
     # ---- what is kept from step to step --------------------------------------------------------
 
-    def _kept(self) -> dict[str, Callable[[Piece], torch.Tensor]]:
-        """By name: where a piece has it, in memory like its arena."""
+    def _kept(self) -> dict[str, list[torch.Tensor]]:
+        """By name: where each piece has it, in memory like its arena."""
         count = self._exchange.kept
-        return {f"kept.{i}": functools.partial(_kept_copy, i) for i in range(count)}
+        return {f"kept.{i}": [piece.kept[i] for piece in self._pieces] for i in range(count)}
 
     def state(self) -> dict[str, Any] | None:
         if self._loaded is not None or not self._begun:
@@ -174,10 +174,10 @@ class BetweenSteps:
         values = {
             what: {
                 name: view.clone()
-                for piece in self._pieces
-                for name, view in zip(piece.names, piece.views_of(where(piece)))
+                for piece, flat in zip(self._pieces, flats)
+                for name, view in zip(piece.names, piece.views_of(flat))
             }
-            for what, where in self._kept().items()
+            for what, flats in self._kept().items()
         }
         return {"identity": mine, "layout": (self._step,), "rounds": self._rounds, "values": values}
 
@@ -190,9 +190,9 @@ class BetweenSteps:
         self._step = step
 
     def _restore(self, values: dict[str, dict[str, torch.Tensor]]) -> None:
-        for what, where in self._kept().items():
-            for piece in self._pieces:
-                for name, view in zip(piece.names, piece.views_of(where(piece))):
+        for what, flats in self._kept().items():
+            for piece, flat in zip(self._pieces, flats):
+                for name, view in zip(piece.names, piece.views_of(flat)):
                     view.copy_(values[what][name])
 
     # ---- what a user may want to know ----------------------------------------------------------
@@ -211,7 +211,3 @@ class BetweenSteps:
         name = f"{self._prefix}.distance"
         ops.allreduce_(total, name=name, op=Sum, process_set=self._process_set)
         return math.sqrt(float(total) / self._process_set.size() / size) if size else 0.0
-
-
-def _kept_copy(number: int, piece: Piece) -> torch.Tensor:
-    return piece.kept[number]

@@ -77,7 +77,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._skip_synchronize = False
         self._named = None if named_parameters is None else list(named_parameters)
         self._process_set = process_set
-        self._compression = compression
         self._of_gradients = {
             "compression": compression,
             "op": None if op is None else ReduceOp(op),
@@ -100,7 +99,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Steps the wrapped optimizer with gradients that all ranks share."""
         loss: Any = None
         if closure is not None:
-            loss = self.inner.step(self._synchronized(closure))
+            loss = self.inner.step(self.synchronized(closure))
         else:
             if not self._skip_synchronize:
                 self.synchronize()
@@ -113,8 +112,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.zeroed()
         self.inner.zero_grad(set_to_none)
 
-    # Whoever calls the wrapped optimizer in place of this one calls `synchronize` before its step
-    # and these two after its step and before its zero_grad.
+    # Whoever calls the wrapped optimizer in place of this one calls `synchronize` before its step,
+    # or gives it a `synchronized` closure, and these two after its step and before its zero_grad.
 
     def stepped(self) -> None:
         """The wrapped optimizer has stepped."""
@@ -132,7 +131,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def skips(self) -> bool:
         """Whether the wrapped optimizer must not step, since gradients are no numbers."""
-        return getattr(self._driver, "skips", False)
+        return self._driver.skips
 
     def synchronize(self) -> None:
         """Makes sure that gradients are exchanged; after `backward()` they usually are."""
@@ -162,7 +161,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError(f"backward_passes_per_step must be at least 1, not {passes}")
         self._driver.passes_per_step = int(passes)
 
-    def _synchronized(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def synchronized(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """What evaluates the model and exchanges its gradients, each time it is called."""
+
         def evaluate() -> Any:
             with torch.enable_grad():
                 loss = closure()
@@ -208,8 +209,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def consensus_distance(self) -> float:
         """How far weights of the ranks are from their mean, relative to it; every rank calls it."""
-        between = isinstance(self._driver, BetweenSteps)
-        return self._driver.consensus_distance() if between else 0.0  # type: ignore[union-attr]
+        return self._driver.consensus_distance()
 
     def _rest(self, resting: bool) -> None:
         if self._algorithm.when != "background":

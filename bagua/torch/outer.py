@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from bagua.common.kinds import Urgency
@@ -99,16 +97,13 @@ class Outer(BetweenSteps):
             for copy in (common, begin):
                 piece.copy_weights(piece.views_of(copy))
 
-    def _kept(self) -> dict[str, Callable[[Piece], torch.Tensor]]:
+    def _kept(self) -> dict[str, list[torch.Tensor]]:
         kept = super()._kept()
         if self._launched:  # every rank has: soon it is there
             for piece in self._pieces:
                 piece.land()
-            kept["arrived"] = lambda piece: piece.flat
-        kept["common"] = lambda piece: self._common[self._pieces.index(piece)]
-        kept["begins"] = lambda piece: self._begins[self._pieces.index(piece)]
-        kept["momentum"] = lambda piece: self._momentum[self._pieces.index(piece)]
-        return kept
+            kept["arrived"] = [piece.flat for piece in self._pieces]
+        return kept | {"common": self._common, "begins": self._begins, "momentum": self._momentum}
 
     def _restore(self, values: dict[str, dict[str, torch.Tensor]]) -> None:
         self._launched = "arrived" in values

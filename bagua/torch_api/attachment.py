@@ -69,12 +69,7 @@ class Attachment:
                 self._hide_gradients()
             return None
 
-        def evaluate() -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            self.distributed.synchronize()
-            return loss
-
+        evaluate = self.distributed.synchronized(closure)
         if len(args) > 1:
             return (args[0], evaluate, *args[2:]), kwargs
         return args, {**kwargs, "closure": evaluate}

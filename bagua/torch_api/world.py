@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bagua.common.world import World, init, is_initialized, shutdown, world
-
-__all__ = [
-    "destroy_process_group",
-    "get_local_rank",
-    "get_local_size",
-    "get_rank",
-    "get_world_size",
-    "init_process_group",
-    "is_initialized",
-]
+from bagua.common.world import World, init, shutdown, world
+from bagua.common.world import is_initialized as is_initialized
 
 
 def init_process_group(store: Any = None, **settings: Any) -> None:
