@@ -64,6 +64,7 @@ class Algorithm:
     density: float = 0.01
     values: str = "raw"
     low_rank: int = 0  # matrices travel as products of two thin ones, of so many columns
+    momentum_correction: float = 0.0  # velocities travel: so much of the last one + the gradient
     # Parameters that travel as they are, whatever the codec: patterns of names, or a function of
     # name and shape. None: norms and biases, where the codec loses more than a rounding.
     exact: Sequence[str] | Callable[[str, tuple[int, ...]], bool] | None = None

@@ -42,6 +42,7 @@ class Exchange:
     density: float = 0.01  # topk: the share of values that travel
     values: str = "raw"  # topk: their codec
     low_rank: int = 0  # of matrices that travel as products; 0: as they are
+    momentum_correction: float = 0.0  # of the last gradients that travel with the new ones
     outer_lr: float = 1.0  # delta: the step that all take together
     outer_momentum: float = 0.0
     sync_interval_ms: float = 0.0  # background: the pause between two exchanges
@@ -95,6 +96,14 @@ class Exchange:
             raise UsageError(f"low_rank and codec={self.codec!r} both shrink gradients; choose one")
         if self.low_rank < 0 or self.low_rank != int(self.low_rank):
             raise UsageError(f"a rank of matrices is a whole number from 1 on, not {self.low_rank}")
+        if not 0 <= self.momentum_correction < 1:
+            raise UsageError(
+                f"momentum_correction is from 0 to below 1, not {self.momentum_correction}"
+            )
+        if self.momentum_correction and (
+            self.what != "grad" or self.op != ReduceOp.Average or self.low_rank
+        ):
+            raise UsageError("momentum_correction is for averages of gradients, without low_rank")
         if not self.outer_lr > 0:
             raise UsageError(f"outer_lr is above 0, not {self.outer_lr}")
         if not 0 <= self.outer_momentum < 1:
@@ -137,7 +146,10 @@ class Exchange:
     @property
     def kept(self) -> int:
         """How many floats the engine keeps of each value until the next time."""
-        return 3 if self.mirrors else 2 if self.feeds_back else 0
+        if self.mirrors:
+            return 3
+        # What encoding has lost of this rank's values, and of the mean where that is encoded, too.
+        return (1 if self.codec == "topk" else 2) if self.feeds_back else 0
 
     @property
     def wire(self) -> str:

@@ -41,6 +41,8 @@ class PerParameter(Algorithm):
 
 def _of_gradients(algorithm: str | Algorithm) -> Algorithm:
     found = find(algorithm)
+    if found.momentum_correction:
+        raise UsageError(f"{found!r} has a momentum, which parameters of one optimizer must share")
     if found.what != "grad" or found.warmup_steps:
         raise UsageError(
             f"parameters of one optimizer can differ in how gradients travel; {found!r} exchanges "

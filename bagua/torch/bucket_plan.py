@@ -13,6 +13,7 @@ from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
 from bagua.torch.buckets import Bucket, Fold, Slot, dtype_name
 from bagua.torch.low_rank import LowRankBucket
+from bagua.torch.velocity import VelocityBucket
 
 
 class Plan:
@@ -84,5 +85,9 @@ class Plan:
         if self.op is not None:
             exchange = replace(exchange, op=self.op)
         alone = self.process_set.size() == 1  # then nothing has to travel
-        kind = LowRankBucket if exchange.low_rank and not alone else Bucket
+        kind = Bucket
+        if exchange.momentum_correction:
+            kind = VelocityBucket
+        elif exchange.low_rank and not alone:
+            kind = LowRankBucket
         return kind(name, info, slots, dtype, exchange, self.scales, self.process_set, self.fold)

@@ -22,7 +22,10 @@ def check_algorithm(
     """Ranks that communicate in different ways must hear so by name."""
     compression, op = of_gradients["compression"], of_gradients["op"]
     compresses = compression.custom or compression.wire_dtype is not None
-    if compresses and (algorithm.codec != "raw" or algorithm.low_rank or algorithm.what != "grad"):
+    plain = algorithm.codec == "raw" and not algorithm.low_rank
+    if compresses and not (
+        plain and algorithm.what == "grad" and not algorithm.momentum_correction
+    ):
         raise UsageError(f"compression= is a codec of its own; leave it out with {algorithm!r}")
     if op not in (None, ReduceOp.Average) and (algorithm.what != "grad" or algorithm.low_rank):
         raise UsageError(f"{algorithm!r} averages; leave op={op.name} out")

@@ -124,8 +124,8 @@ class Gradients:
         self._plan.fold = fold_of(self._optimizer, algorithm)
         before, self._plan.algorithm = self._plan.algorithm, algorithm
         self._rebuild([[slot for bucket in self._buckets for slot in bucket.slots]])
-        if (before.what, before.hierarchical) != (algorithm.what, algorithm.hierarchical):
-            lost.restore(None, self._buckets)  # it is of something else
+        if _residuals_of(before) != _residuals_of(algorithm):
+            lost.restore(None, self._buckets)
         self._state_due = lost.something(self._buckets)
 
     def settle(self) -> None:
@@ -459,7 +459,8 @@ class Gradients:
             if is_sparse:
                 self._loose.add(slot)
         self._rebuild_due = bool(agreed.any())
-        if self._rebuild_due and self._plan.fold is not None:
+        moves = self._plan.fold is not None or self.algorithm.momentum_correction
+        if self._rebuild_due and moves:
             name = slots[int(agreed.argmax())].name
             raise UsageError(
                 f"the gradient of {name} is sparse, and momentum is not: use sparse_as_dense=True "
@@ -483,8 +484,20 @@ def _weakly(gradients: Gradients) -> Any:
     return decide
 
 
+def _residuals_of(algorithm: Algorithm) -> tuple[object, ...]:
+    """What residuals are of; where this differs they mean nothing to each other."""
+    return algorithm.what, algorithm.hierarchical, bool(algorithm.momentum_correction)
+
+
 def fold_of(optimizer: torch.optim.Optimizer, algorithm: Algorithm) -> Fold | None:
     """What makes momentum of gradients, where that is what travels."""
+    if algorithm.momentum_correction:
+        for group in optimizer.param_groups:
+            if group.get("momentum") or "betas" in group:
+                raise UsageError(
+                    f"{algorithm!r} has a momentum of its own, before the exchange; use SGD with "
+                    "momentum=0"
+                )
     if algorithm.what != "momentum":
         return None
     fold = getattr(optimizer, "fold_gradients", None)

@@ -78,13 +78,19 @@ struct Blocks {
 
 template <class C>
 constexpr Codec row(const char* name, int64_t block, bool lossy, bool needs_feedback) {
-  return {name, block, lossy, needs_feedback, C::wire_nbytes, C::encode, C::decode};
+  return {name, block, lossy, needs_feedback, false, C::wire_nbytes, C::encode, C::decode};
 }
 template <class C>
 constexpr Codec lossy(const char* name, int64_t block, bool needs_feedback) {
   Codec codec = row<C>(name, block, true, needs_feedback);
   codec.encode_rest = C::encode_rest;
   codec.decode_add = C::decode_add;
+  return codec;
+}
+template <class C>
+constexpr Codec sparse(const char* name, int64_t block) {
+  Codec codec = lossy<C>(name, block, true);
+  codec.sparse = true;
   return codec;
 }
 
@@ -129,7 +135,7 @@ const std::vector<Codec>& codecs() {
       lossy<Blocks<MinMaxU4>>("minmax_u4", MinMaxU4::kBlock, false),
       lossy<Blocks<Fp8E4M3>>("fp8_e4m3", Fp8E4M3::kBlock, false),
       lossy<Blocks<Sign1>>("sign1", Sign1::kBlock, true),
-      lossy<TopK>("topk", TopK::kChunk, true),
+      sparse<TopK>("topk", TopK::kChunk),
   };
   return table;
 }

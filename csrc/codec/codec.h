@@ -36,6 +36,7 @@ struct Codec {
   int64_t block;  // values that are coded together: a vector may be cut at its multiples
   bool lossy;     // other than by rounding to a shorter float
   bool needs_feedback;
+  bool sparse;  // most values are 0 in what it says
   int64_t (*wire_nbytes)(const Coding&, int64_t count);
   void (*encode)(const Coding&, const float* in, int64_t count, char* wire, Isa isa);
   void (*decode)(const Coding&, const char* wire, int64_t count, float* out, Isa isa);

@@ -77,8 +77,8 @@ struct Job {
   const Coding* coding = nullptr;
   bool exact_in_nodes = false;  // codec and peers count between nodes only, if ranks share any
   // What is remembered from time to time for each element of data, or null. `compressed`: what
-  // encoding lost of this rank's values, and of the results that it encodes. `mirrored`: the copies
-  // of this rank's values and its neighbors'.
+  // encoding lost of this rank's values, and of the results that it encodes; `sparse`: the former.
+  // `mirrored`: the copies of this rank's values and its neighbors'.
   Kept kept = {};
   Peers peers = {};               // an allreduce's, if not everyone
   std::vector<int> weights = {};  // how many ranks each of the group stands for; empty: 1
@@ -122,6 +122,7 @@ void ring(Job& job);
 void halving(Job& job);
 void adasum(Job& job);
 void compressed(Job& job);
+void sparse(Job& job);
 void neighbors(Job& job);
 void mirrored(Job& job);
 void broadcast(Job& job);

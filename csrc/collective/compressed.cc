@@ -6,9 +6,8 @@
 #include <vector>
 
 #include "codec/codec.h"
+#include "collective/floats.h"
 #include "collective/slices.h"
-#include "common/errors.h"
-#include "kernel/half.h"
 
 namespace bagua {
 namespace {
@@ -149,13 +148,7 @@ class Exchange {
 }  // namespace
 
 void compressed(Job& job) {
-  if (job.dtype == DType::kF32) return Exchange(job, reinterpret_cast<float*>(job.data)).run();
-  if (job.prepare || job.arrived) throw InternalError("only floats of 32 bits come in segments");
-  const size_t nbytes = static_cast<size_t>(job.count) * sizeof(float);
-  auto* wide = reinterpret_cast<float*>(job.scratch.get(Scratch::kWide, nbytes));
-  widen(job.dtype, wide, job.data, job.count);
-  Exchange(job, wide).run();
-  narrow(job.dtype, job.data, wide, job.count);
+  on_floats(job, [](Job& job, float* data) { Exchange(job, data).run(); });
 }
 
 }  // namespace bagua

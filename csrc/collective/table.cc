@@ -1,4 +1,4 @@
-#include "collective/collective.h"
+#include "collective/floats.h"
 #include "common/errors.h"
 
 namespace bagua {
@@ -45,9 +45,9 @@ bool hierarchical_fits(const Job& job) {
 }
 bool compressed_can(const Job& job) {
   return job.coding && job.peers.all() && job.group.size() > 1 &&
-         (job.op == ReduceOp::kSum || job.op == ReduceOp::kAverage) &&
-         (job.dtype == DType::kF32 || job.dtype == DType::kF16 || job.dtype == DType::kBF16);
+         (job.op == ReduceOp::kSum || job.op == ReduceOp::kAverage) && float_like(job.dtype);
 }
+bool sparse_can(const Job& job) { return compressed_can(job) && job.coding->codec->sparse; }
 bool neighbors_can(const Job& job) {
   return !job.coding && !job.peers.all() && job.op == ReduceOp::kAverage && is_float(job.dtype);
 }
@@ -67,6 +67,7 @@ const std::vector<Collective>& collectives() {
       {"adasum", OpKind::kAllreduce, is_adasum, is_adasum, adasum},
       {"shared", OpKind::kAllreduce, exact_here, exact_here, shared, false, true},
       {"hierarchical", OpKind::kAllreduce, hierarchical_fits, hierarchical_can, hierarchical},
+      {"sparse", OpKind::kAllreduce, sparse_can, sparse_can, sparse, true},
       {"compressed", OpKind::kAllreduce, compressed_can, compressed_can, compressed, true},
       {"neighbors", OpKind::kAllreduce, neighbors_can, neighbors_can, neighbors, true},
       {"mirrored", OpKind::kAllreduce, mirrored_can, mirrored_can, mirrored, true},

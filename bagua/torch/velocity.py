@@ -1,0 +1,50 @@
+"""Momentum that each rank keeps of its own gradients, before they are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bagua.algorithms import Exchange
+from bagua.common.process_set import ProcessSet
+from bagua.torch.buckets import Bucket, view_like
+
+
+class VelocityBucket(Bucket):
+    """u <- momentum u + gradient; u travels, so that what a codec holds back has its momentum, too.
+
+    Of each slot u is kept in front of what the engine keeps. Where all of a value has travelled, u
+    begins anew: it would be out of date.
+    """
+
+    def _prepare(self, exchange: Exchange, process_set: ProcessSet) -> None:
+        self.averages = False
+        self._reads, self._large = False, [False] * len(self.slots)
+        self._fold = self._correct
+        self._momentum = exchange.momentum_correction
+        whole = exchange.codec == "topk" and exchange.values == "raw"
+        self._sees_what_went = whole and not exchange.hierarchical and process_set.size() > 1
+        self._moved: list[torch.Tensor] = []  # what u becomes when this exchange is delivered
+        for slot in self.slots:
+            slot.residuals.insert(0, torch.zeros_like(slot.view))
+            self._moved.append(torch.zeros_like(slot.view))
+        self.own_residuals += 1
+
+    def _correct(self, params: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+        for slot, moved, view in zip(self.slots, self._moved, views):
+            torch.add(view, slot.residuals[0], alpha=self._momentum, out=moved)
+            view.copy_(moved)
+
+    def deliver(self) -> None:
+        under_way = self.handle is not None
+        super().deliver()
+        if not under_way:
+            return
+        with torch.no_grad():
+            for slot, moved in zip(self.slots, self._moved):
+                velocity, *lost = slot.residuals
+                # A NaN or an Inf is told once, not for ever.
+                velocity.copy_(moved).nan_to_num_(0.0, 0.0, 0.0)
+                if self._sees_what_went and lost:
+                    velocity.mul_(view_like(lost[0], slot.param) != 0)
