@@ -108,6 +108,17 @@ BAGUA_BOTH void decode_block(const uint8_t* __restrict wire, float* __restrict x
   memcpy(&head, wire, sizeof head);
   const typename C::Coder coder = C::coder_of(head);
   const uint8_t* __restrict codes = wire + sizeof head;
+  if constexpr (C::kBits == 1) {  // a word at a time, its bits side by side in vectors
+    for (int j = 0; j < C::kBlock; j += 32) {
+      uint32_t word;
+      memcpy(&word, codes + j / 8, sizeof word);
+      for (int k = 0; k < 32; ++k) {
+        const float value = C::value(word >> k & 1, coder);
+        x[j + k] = Adds ? x[j + k] + value : value;
+      }
+    }
+    return;
+  }
   constexpr int kPerByte = 8 / C::kBits;
   constexpr uint32_t kMask = (1u << C::kBits) - 1;
   for (int j = 0; j < C::kBlock / kPerByte; ++j)

@@ -20,66 +20,106 @@ constexpr int kGroup = 32;
   return reach;
 }
 
-// A magnitude that at least `kept` of n reach, and few more if possible: by halving.
-[[gnu::always_inline]] inline int32_t reached(const int32_t* magnitudes, int n, int kept, int few) {
-  int32_t low = 0, high = 0;
-  for (int i = 0; i < n; ++i) high = magnitudes[i] > high ? magnitudes[i] : high;
-  while (low < high) {
-    const int32_t middle = low + (high - low) / 2 + (high - low) % 2;
-    const int reach = count_from(magnitudes, n, middle);
-    if (reach < kept) {
-      high = middle - 1;
-      continue;
-    }
-    low = middle;
-    if (reach <= few) break;
+// A place on the line of magnitudes, and how many are there or above.
+struct Bound {
+  int32_t least;
+  int reach;
+};
+
+// Where from `kept` to `few` magnitudes are, or at least `kept` where equal ones leave no choice.
+// It is looked for from `bound` on, in steps that grow, then by halving.
+[[gnu::always_inline]] inline Bound reached(const int32_t* magnitudes, int n, int kept, int few,
+                                            Bound bound, int32_t step) {
+  constexpr int64_t kMost = int64_t{1} << 31;
+  int64_t low = 0, high = kMost;  // `kept` reach the one, and not the other
+  const auto fits = [&] { return bound.reach >= kept && bound.reach <= few; };
+  const auto look = [&](int64_t least) {
+    bound = {static_cast<int32_t>(least), count_from(magnitudes, n, static_cast<int32_t>(least))};
+  };
+  for (int64_t far = step;; far *= 4) {
+    if (fits()) return bound;
+    (bound.reach < kept ? high : low) = bound.least;
+    if (bound.reach < kept && low > 0) break;
+    if (bound.reach >= kept && high < kMost) break;
+    const int64_t next = bound.reach < kept ? high - far : low + far;
+    if (next <= low || next >= high) break;
+    look(next);
   }
-  return low;
+  while (low + 1 < high) {
+    look(low + (high - low) / 2);
+    if (fits()) return bound;
+    (bound.reach < kept ? high : low) = bound.least;
+  }
+  if (bound.least != low) look(low);
+  return bound;
 }
 
-// The places of the `kept` largest magnitudes of a chunk. `guess` is where the last search ended: a
-// chunk is often like the one before it.
-[[gnu::always_inline]] inline void select(const int32_t* magnitudes, int kept, uint16_t* places,
-                                          int32_t* guess) {
+// A chunk is often like the one before it: where to look for its candidates. Whatever it is, it
+// changes nothing but the speed.
+struct Guess {
+  int32_t threshold = 0;
+  int32_t margin = 1 << 20;
+
+  int32_t least() const { return threshold > margin ? threshold - margin : 0; }
+  // There were so many candidates, of which `kept` reach this threshold.
+  void learn(int32_t found, int reach, int kept) {
+    threshold = found;
+    if (reach >= kept) {
+      margin -= margin / 16;
+    } else if (margin < 1 << 22) {
+      margin *= 2;
+    }
+  }
+};
+
+// The places of the `kept` largest magnitudes of a chunk of n values.
+[[gnu::always_inline]] inline void select(const float* in, int n, int kept, uint16_t* places,
+                                          Guess* guess) {
   const int few = 4 * kept + 64;
-  int32_t least = *guess;
-  const int reach = count_from(magnitudes, kChunk, least);
-  if (reach < kept || reach > few) least = reached(magnitudes, kChunk, kept, few);
+  alignas(64) int32_t magnitudes[kChunk];
+  for (int i = 0; i < n; ++i) {
+    int32_t bits;
+    memcpy(&bits, in + i, sizeof bits);
+    magnitudes[i] = bits & 0x7fffffff;
+  }
+  for (int i = n; i < kChunk; ++i) magnitudes[i] = -1;
+  Bound bound{guess->least(), 0};
+  const int first = bound.reach = count_from(magnitudes, kChunk, bound.least);
+  bound = reached(magnitudes, kChunk, kept, few, bound, guess->margin);
   // The candidates, and the greatest magnitude that `kept` of them reach.
   uint16_t where[kChunk];
   int32_t some[kChunk + kGroup];
-  int n = 0;
+  int count = 0;
   constexpr int kFew = 8;  // most groups of so many have none
   for (int begin = 0; begin < kChunk; begin += kFew) {
     int32_t any = 0;
-    for (int i = 0; i < kFew; ++i) any |= magnitudes[begin + i] >= least ? 1 : 0;
+    for (int i = 0; i < kFew; ++i) any |= magnitudes[begin + i] >= bound.least ? 1 : 0;
     if (!any) continue;
     for (int i = begin; i < begin + kFew; ++i) {
-      some[n] = magnitudes[i];
-      where[n] = static_cast<uint16_t>(i);
-      n += magnitudes[i] >= least ? 1 : 0;
+      some[count] = magnitudes[i];
+      where[count] = static_cast<uint16_t>(i);
+      count += magnitudes[i] >= bound.least ? 1 : 0;
     }
   }
-  for (int i = 0; i < kGroup; ++i) some[n + i] = -1;
-  const int32_t low = reached(some, n, kept, kept);
+  for (int i = 0; i < kGroup; ++i) some[count + i] = -1;
+  const int32_t low = reached(some, count, kept, kept, bound, guess->margin).least;
   // Of those equal to it so many are taken.
-  int equals = kept - count_from(some, n, low + 1);
+  int equals = kept - count_from(some, count, low + 1);
   for (int i = 0, at = 0; at < kept; ++i) {
     if (some[i] < low || (some[i] == low && equals-- <= 0)) continue;
     places[at++] = where[i];
   }
-  *guess = low > (1 << 20) ? low - (1 << 20) : 0;  // an eighth less
+  guess->learn(low, first, kept);
 }
 
-#define BAGUA_SELECT(isa, attribute)                                                 \
-  attribute void select_##isa(const int32_t* magnitudes, int kept, uint16_t* places, \
-                              int32_t* guess) {                                      \
-    select(magnitudes, kept, places, guess);                                         \
+#define BAGUA_SELECT(isa, attribute)                                                              \
+  attribute void select_##isa(const float* in, int n, int kept, uint16_t* places, Guess* guess) { \
+    select(in, n, kept, places, guess);                                                           \
   }
 BAGUA_CLONES(BAGUA_SELECT)
 #define BAGUA_ENTRY(isa, attribute) select_##isa,
-constexpr void (*selects[kIsaCount])(const int32_t*, int, uint16_t*,
-                                     int32_t*) = {BAGUA_CLONES(BAGUA_ENTRY)};
+constexpr void (*selects[kIsaCount])(const float*, int, int, uint16_t*,
+                                     Guess*) = {BAGUA_CLONES(BAGUA_ENTRY)};
 #undef BAGUA_ENTRY
 #undef BAGUA_SELECT
 
@@ -105,15 +145,12 @@ int64_t TopK::wire_nbytes(const Coding& coding, int64_t count) {
 }
 
 void TopK::encode(const Coding& coding, const float* in, int64_t count, char* wire, Isa isa) {
-  int32_t magnitudes[kChunk];
   uint16_t places[kChunk];
   float values[kChunk];
-  thread_local int32_t guess = 0;  // whatever it is, it changes nothing but the speed
+  thread_local Guess guess;
   for_chunks(coding, count, wire, [&](int64_t at, int64_t n, int64_t kept, char* to) {
-    for (int64_t i = 0; i < n; ++i)
-      magnitudes[i] = static_cast<int32_t>(bits_of(in[at + i]) & 0x7fffffffu);
-    std::fill(magnitudes + n, magnitudes + kChunk, -1);
-    selects[static_cast<int>(isa)](magnitudes, static_cast<int>(kept), places, &guess);
+    selects[static_cast<int>(isa)](in + at, static_cast<int>(n), static_cast<int>(kept), places,
+                                   &guess);
     for (int64_t i = 0; i < kept; ++i) values[i] = in[at + places[i]];
     std::memcpy(to, places, static_cast<size_t>(2 * kept));
     coding.values->encode(coding, values, kept, to + 2 * kept, isa);

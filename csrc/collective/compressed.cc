@@ -12,8 +12,10 @@
 namespace bagua {
 namespace {
 
-// What travels at a time; a multiple of every codec's block.
-constexpr int64_t kSegment = 128 << 10;
+// Wire bytes that travel at a time, about.
+constexpr int64_t kSegmentNbytes = 128 << 10;
+// Values that are added up at a time, small enough for a core's cache; a multiple of every block.
+constexpr int64_t kTile = 32 << 10;
 
 struct Range {
   int64_t begin, count;
@@ -25,6 +27,7 @@ class Exchange {
       : job_(job), coding_(*job.coding), group_(job.group), data_(data), sends_(job.group) {
     const int n = group_.size();
     const int64_t block = coding_.block();
+    segment_ = kTile * std::max<int64_t>(1, kSegmentNbytes / coding_.wire_nbytes(kTile));
     const int64_t blocks = (job.count + block - 1) / block;
     int64_t nbytes = 0;
     for (int i = 0; i < n; ++i) {
@@ -77,8 +80,8 @@ class Exchange {
   void for_segments(int i, F&& f) {
     int64_t at = 0;
     size_t number = 0;
-    for (int64_t done = 0; done < slice(i).count; done += kSegment, ++number) {
-      const int64_t count = std::min(kSegment, slice(i).count - done);
+    for (int64_t done = 0; done < slice(i).count; done += segment_, ++number) {
+      const int64_t count = std::min(segment_, slice(i).count - done);
       f(number, Range{slice(i).begin + done, count}, at);
       at += coding_.wire_nbytes(count);
     }
@@ -117,18 +120,27 @@ class Exchange {
 
   // Everyone's part of my slice is here: adds up a segment of it and sends it.
   void reduce(Range range, int64_t at) {
-    float* sum = data_ + range.begin;
-    std::fill_n(sum, range.count, 0.0f);
-    for (const Wires& wires : parts_) coding_.decode_add(wires.taken + at, range.count, sum);
+    char* const result = parts_[static_cast<size_t>(group_.me())].result + at;
+    char* wire = result;
+    for (int64_t done = 0; done < range.count; done += kTile) {
+      const Range tile{range.begin + done, std::min(kTile, range.count - done)};
+      add_up(tile, at + (wire - result));
+      encode(tile, job_.kept[1], wire);
+      coding_.decode(wire, tile.count, data_ + tile.begin);
+      wire += coding_.wire_nbytes(tile.count);
+    }
+    for (int d = 1; d < group_.size(); ++d)
+      sends_.add(group_.send(group_.neighbor(d), result, static_cast<size_t>(wire - result)));
+    if (job_.arrived) job_.arrived(range.begin, range.count);
+  }
+
+  void add_up(Range tile, int64_t at) {
+    float* sum = data_ + tile.begin;
+    std::fill_n(sum, tile.count, 0.0f);
+    for (const Wires& wires : parts_) coding_.decode_add(wires.taken + at, tile.count, sum);
     const void* srcs[] = {sum};
     if (!job_.finish.identity())
-      bagua::reduce(DType::kF32, ReduceOp::kSum, sum, srcs, 1, range.count, job_.finish);
-    char* result = parts_[static_cast<size_t>(group_.me())].result + at;
-    encode(range, job_.kept[1], result);
-    for (int d = 1; d < group_.size(); ++d)
-      sends_.add(group_.send(group_.neighbor(d), result,
-                             static_cast<size_t>(coding_.wire_nbytes(range.count))));
-    take(range, result);
+      bagua::reduce(DType::kF32, ReduceOp::kSum, sum, srcs, 1, tile.count, job_.finish);
   }
 
   void take(Range range, const char* wire) {
@@ -141,6 +153,7 @@ class Exchange {
   Group& group_;
   float* const data_;
   Flight sends_;
+  int64_t segment_;
   std::vector<Range> slices_;  // of each rank
   std::vector<Wires> parts_;
 };

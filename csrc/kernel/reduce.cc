@@ -108,7 +108,7 @@ void deliver(const Targets& targets, size_t at, const void* from, size_t nbytes,
     if (i >= targets.count - targets.streamed) {
       stream_copy(to, from, nbytes, isa);
     } else {
-      std::memcpy(to, from, nbytes);
+      plain_copy(to, from, nbytes, isa);
     }
   }
 }

@@ -11,6 +11,7 @@
 
 #include "engine/bucket.h"
 #include "engine/exchange.h"
+#include "kernel/stream.h"
 #include "python/handle.h"
 #include "python/plain.h"
 
@@ -71,7 +72,7 @@ bool bring(Notice& notice, PyObject* grad) {
   if (grad == notice.view) return true;
   const auto nbytes = nbytes_of(source);
   if (nbytes > kSmallNbytes) return false;
-  std::memcpy(notice.place.data, source.data, static_cast<size_t>(nbytes));
+  plain_copy(notice.place.data, source.data, static_cast<size_t>(nbytes));
   return true;
 }
 

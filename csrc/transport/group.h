@@ -1,10 +1,10 @@
 // The ranks that take part in one exchange, seen from one of them. Collectives speak only to this.
 #pragma once
 
-#include <cstring>
 #include <utility>
 #include <vector>
 
+#include "kernel/stream.h"
 #include "transport/node.h"
 #include "transport/transport.h"
 
@@ -98,7 +98,7 @@ class Group {
 
   void copy(void* to, const void* from, size_t nbytes) {
     if (to == from || nbytes == 0) return;
-    std::memcpy(to, from, nbytes);
+    plain_copy(to, from, nbytes);
     touch(2 * nbytes);
   }
   // So many bytes of memory were read or written. A message counts once at either end, however
