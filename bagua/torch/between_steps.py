@@ -127,6 +127,8 @@ class BetweenSteps:
         info = BucketInfo(prefix, 0, dtype, count, sum(p.nbytes for p in params))
         self._exchange = self.algorithm.plan(info, world(), self._step)
         nbytes = self.piece_nbytes or int(world().config.bucket_mb * 2**20)
+        if self._exchange.mirrors:
+            nbytes = sum(4 * param.numel() for param in params)  # one, which settles early
         self._pieces = pieces_of(
             prefix, named, self._exchange, self._process_set, nbytes, self._rounds
         )

@@ -11,7 +11,11 @@ from bagua.torch.between_steps import BetweenSteps
 
 
 class Mixing(BetweenSteps):
-    """See the module. What travels during forward and backward is used before the next step."""
+    """See the module. What travels during forward and backward is used before the next step.
+
+    A rank that mirrors its neighbors has its own new weights before it has heard of theirs, which
+    it needs after the next step only.
+    """
 
     _launched = False
     _mixed = False  # since the last step
@@ -31,7 +35,7 @@ class Mixing(BetweenSteps):
         if self._exchange.when == "forward":
             self._start(Urgency.NOW)
         else:
-            self._start(Urgency.WAITED)
+            self._start(Urgency.NOW if self._exchange.mirrors else Urgency.WAITED)
             self._finish()
 
     @torch.no_grad()
@@ -40,6 +44,7 @@ class Mixing(BetweenSteps):
             return
         self._launched = True
         for piece in self._pieces:
+            piece.land()
             piece.copy_weights()
             piece.launch(urgency)
         self._versions = self._count_versions()
@@ -50,7 +55,7 @@ class Mixing(BetweenSteps):
         self._launched, self._mixed = False, True
         self._rounds += 1  # what a checkpoint finds under way begins once more
         for piece in self._pieces:
-            piece.land()
+            piece.land_values()
             if untouched:
                 piece.set_weights()
         if not untouched:
@@ -70,6 +75,12 @@ class Mixing(BetweenSteps):
     def _drain(self) -> None:
         if self._launched:
             self._finish()
+        super()._land()
+
+    def _kept(self) -> dict[str, list[torch.Tensor]]:
+        if self._exchange.mirrors:
+            super()._land()
+        return super()._kept()
 
     def _all_equal(self) -> None:
         for piece in self._pieces:

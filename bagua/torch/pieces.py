@@ -60,6 +60,7 @@ class Piece:
         # What the engine keeps of each value until the next time.
         self.kept = [_tensor(memory, torch.float32) for memory in self._arena.kept]
         self._handle: Any | None = None
+        self._settles_early = exchange.mirrors
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parts of memory like the arena's, with the parameters' shapes."""
@@ -81,6 +82,13 @@ class Piece:
 
     def done(self) -> bool:
         return self._handle is None or bool(self._handle.poll())
+
+    def land_values(self) -> None:
+        """Waits until the arena has the result, which neighbors may still be told of."""
+        if self._settles_early and self._handle is not None:
+            self._handle.wait_values()
+        else:
+            self.land()
 
     def land(self) -> None:
         """Waits for the exchange, whose result is then in the arena."""

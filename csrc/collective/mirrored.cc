@@ -3,7 +3,8 @@
 // and copies w of this rank, l and r of its neighbors become
 //   z = x + l/3 + r/3 - 5/3 w;  w += Q(z);  l += Q(z of the left);  r += Q(z of the right);  x = w
 // so that l always is the left neighbor's w, bit by bit, if both began alike. Of two ranks either
-// is both neighbors of the other. Steps: 1. Bytes sent per rank: N for each neighbor, in the
+// is both neighbors of the other. This rank's own values are final before anything has arrived.
+// Steps: 1. Bytes sent per rank: N for each neighbor, in the
 // codec's bytes.
 #include <algorithm>
 #include <vector>
@@ -62,13 +63,18 @@ void mirrored(Job& job) {
       float z[kTile] = {};
       if (!rests) difference(x + at, job, at, n, z);
       coding.encode(z, n, to);
-      if (!rests) coding.decode_add(to, n, job.kept[0] + at);
+      if (!rests) {
+        coding.decode_add(to, n, job.kept[0] + at);
+        std::copy_n(job.kept[0] + at, n, x + at);
+      }
       to += coding.wire_nbytes(n);
     }
     group.touch(nbytes + static_cast<size_t>(count) * 4 * sizeof(float));
     going.add(group.send(left, mine + wire, nbytes));
     if (left != right) going.add(group.send(right, mine + wire, nbytes));
+    if (job.arrived) job.arrived(begin, count);
   });
+  if (job.values_final) job.values_final();
   auto ticket = coming.begin();
   for_segments([&](int64_t at, int64_t n, int64_t wire, size_t) {
     group.wait(*ticket++);
@@ -76,9 +82,7 @@ void mirrored(Job& job) {
     if (!rests) {
       coding.decode_add(from_left + wire, n, job.kept[1] + at);
       coding.decode_add(from_right + wire, n, job.kept[2] + at);
-      group.copy(x + at, job.kept[0] + at, static_cast<size_t>(n) * sizeof(float));
     }
-    if (job.arrived) job.arrived(at, n);
   });
   going.wait();
 }

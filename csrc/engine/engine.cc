@@ -168,6 +168,16 @@ bool Engine::wait(const Handle& handle, double timeout_s) {
   return true;
 }
 
+bool Engine::wait_values(const Handle& handle, double timeout_s) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!submissions_.empty()) channel_->wake();
+  ++waiting_;
+  const bool there = changed_.wait_for(lock, std::chrono::duration<double>(timeout_s),
+                                       [&] { return handle.has_values(); });
+  --waiting_;
+  return there;
+}
+
 void Engine::stop() {
   {
     std::lock_guard<std::mutex> lock(mutex_);

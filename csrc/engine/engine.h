@@ -59,6 +59,9 @@ class Engine {
 
   // Blocks until the handle is done or the time is up; true when done. Any thread.
   bool wait(const Handle& handle, double timeout_s);
+  // The same until it has its values. It leaves the work to the coordination thread, which goes on
+  // with it afterwards.
+  bool wait_values(const Handle& handle, double timeout_s);
 
   // Memory that exchanges with the ranks of this machine need not copy: zeros, on a cache line,
   // shared if anything is. Any thread.
@@ -136,6 +139,7 @@ class Engine {
   RequestPtr stand_in(const Set& set, const Entry& entry);
   void run_special(Request& request);
   void finish_join(int32_t id, int last_joined);
+  void announce(const std::vector<RequestPtr>& requests);
   void complete(const std::vector<RequestPtr>& requests, const FailurePtr& failure);
 
   // engine_failure.cc

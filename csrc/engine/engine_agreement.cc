@@ -183,11 +183,20 @@ void Engine::exchange(const Set& set, const std::vector<RequestPtr>& requests) {
   run_exchange(
       requests, group, set.ranks,
       {*scratch_, config_.allreduce, config_.fusion_nbytes, caller_drives_ ? crew_.get() : nullptr,
-       [this](const Collective& row, const Job& job) { tell_choice(row, job); }});
+       [this](const Collective& row, const Job& job) { tell_choice(row, job); },
+       [this, &requests] { announce(requests); }});
   sent_nbytes_ += group.sent_nbytes();
   touched_nbytes_ += group.touched_nbytes();
   ++exchange_count_;
   complete(requests, nullptr);
+}
+
+// Who waits for the values may go on.
+void Engine::announce(const std::vector<RequestPtr>& requests) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const RequestPtr& request : requests)
+    request->handle->has_values_.store(true, std::memory_order_release);
+  if (waiting_ > 0) changed_.notify_all();
 }
 
 // What was chosen is told once.

@@ -172,6 +172,7 @@ void exchange_allreduce(const std::vector<RequestPtr>& requests, Group& group,
     job.coding = coding.codec ? &coding : nullptr;
     job.peers = peers;
     job.exact_in_nodes = d.exact_in_nodes;
+    if (job.count > 0 && tensors.size() == 1) job.values_final = bench.values_final;
     if (!is_linear(d.op)) scale_all(job, d.prescale);
     if (group.size() == 1) return scale_all(job, finish.factor);
     run(OpKind::kAllreduce, job, bench);

@@ -21,6 +21,7 @@ struct Workbench {
   int64_t fusion_nbytes;
   Crew* crew;                                                 // null when the cores are the model's
   std::function<void(const Collective&, const Job&)> chosen;  // told before each collective runs
+  std::function<void()> values_final;  // of all requests, though the exchange goes on
 };
 
 // Requests of one kind, alike in everything but their tensors, in agreed order. `ranks` are the

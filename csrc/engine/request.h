@@ -85,6 +85,8 @@ struct Output {
 class Handle {
  public:
   bool done() const { return done_.load(std::memory_order_acquire); }
+  // The values are there, and stay as they are; the engine may still be at it.
+  bool has_values() const { return has_values_.load(std::memory_order_acquire) || done(); }
   const FailurePtr& failure() const { return failure_; }
   void rethrow() const {
     if (failure_) throw_failure(*failure_);
@@ -97,6 +99,7 @@ class Handle {
   friend class Engine;
   FailurePtr failure_;
   std::atomic<bool> done_{false};
+  std::atomic<bool> has_values_{false};
 };
 using HandlePtr = std::shared_ptr<Handle>;
 

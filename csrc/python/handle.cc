@@ -34,13 +34,13 @@ void dealloc(PyObject* self) {
 }
 
 // Blocks without the GIL, but lets Ctrl-C through between the slices.
-void wait_done(const std::shared_ptr<Engine>& engine, const HandlePtr& handle) {
+template <class WaitSlice>
+void wait_until(WaitSlice&& wait_slice) {
   constexpr double kSliceS = 0.25;
-  while (!handle->done()) {
-    bool done;
+  for (bool done = false; !done;) {
     {
       py::gil_scoped_release release;
-      done = engine->wait(*handle, kSliceS);
+      done = wait_slice(kSliceS);
     }
     if (!done && PyErr_CheckSignals() != 0) throw py::error_already_set();
   }
@@ -53,7 +53,7 @@ PyObject* wait(PyObject* self, PyObject*) {
       throw UsageError("this handle has been waited for already; keep the first result");
     if (!h.handle->done()) {
       const auto engine = h.engine;  // another thread may finish waiting first
-      wait_done(engine, h.handle);
+      wait_until([&](double slice_s) { return engine->wait(*h.handle, slice_s); });
       if (!h.engine) throw UsageError("another thread waited for this handle at the same time");
     }
     h.engine.reset();
@@ -64,6 +64,17 @@ PyObject* wait(PyObject* self, PyObject*) {
     PyObject* result = PyObject_CallOneArg(finish, self);
     Py_DECREF(finish);
     return result;
+  });
+}
+
+PyObject* wait_values(PyObject* self, PyObject*) {
+  return guarded([&] {
+    PyHandle& h = as_handle(self);
+    const auto engine = h.engine;
+    if (engine && !h.handle->has_values())
+      wait_until([&](double slice_s) { return engine->wait_values(*h.handle, slice_s); });
+    if (h.handle->done()) h.handle->rethrow();
+    return new_ref(Py_None);
   });
 }
 
@@ -113,6 +124,8 @@ int set_finish(PyObject* self, PyObject* finish, void*) {
 
 PyMethodDef methods[] = {
     {"wait", wait, METH_NOARGS, "Blocks until the operation is done and returns its result; once."},
+    {"wait_values", wait_values, METH_NOARGS,
+     "Blocks until the values are final; of some operations they are before it is done."},
     {"poll", poll, METH_NOARGS, "Whether the operation is done; never blocks."},
     {"rows", rows, METH_O, "Rows of an output that came from each rank."},
     {"output", as_method(output), METH_FASTCALL, "An output's memory."},

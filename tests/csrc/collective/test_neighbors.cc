@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <future>
 #include <set>
 #include <utility>
 
@@ -209,6 +210,30 @@ TEST(Mirrored, IsWhatOneLoopOverAllRanksGives) {
           }
         });
       }
+}
+
+TEST(Mirrored, OwnValuesAreFinalBeforeAnythingHasArrived) {
+  const Coding coding = parse_coding("minmax_u8");
+  std::promise<void> there;
+  auto rank_0_has_its_values = there.get_future().share();
+  with_jobs(3, DType::kF32, [&](int rank, Job& job) {
+    Floats x(9000), w(9000), l(9000), r(9000), final;
+    for (size_t i = 0; i < x.size(); ++i) x[i] = moved(static_cast<size_t>(rank), 0, i);
+    job.op = ReduceOp::kAverage;
+    job.count = 9000;
+    job.coding = &coding;
+    job.kept = {w.data(), l.data(), r.data()};
+    job.peers = {Peers::kRing, 0};
+    job.data = reinterpret_cast<char*>(x.data());
+    job.values_final = [&] {
+      final = x;
+      if (rank == 0) there.set_value();
+    };
+    if (rank != 0) rank_0_has_its_values.wait();
+    choose_collective(OpKind::kAllreduce, job, "auto").run(job);
+    EXPECT_EQ(final, x);
+    EXPECT_EQ(final, w);
+  });
 }
 
 TEST(Mirrored, WhoKeepsNoCopiesDoesNotMove) {
