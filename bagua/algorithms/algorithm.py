@@ -92,7 +92,11 @@ class Algorithm:
 
     def at(self, step: int) -> Algorithm:
         """The algorithm of this step: itself, or another one that it begins with."""
-        return Algorithm(op=self.op) if step < self.warmup_steps else self
+        if step >= self.warmup_steps:
+            return self
+        # What ranks keep of their own gradients goes on.
+        momentum, hierarchical = self.momentum_correction, self.hierarchical
+        return Algorithm(op=self.op, hierarchical=hierarchical, momentum_correction=momentum)
 
     def of(self, name: str, shape: tuple[int, ...]) -> Algorithm:
         """The algorithm of this parameter: itself, unless parameters differ."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,13 +12,11 @@ from bagua.common.kinds import Urgency
 from bagua.common.objects import allgather_object
 from bagua.common.world import barrier
 from bagua.torch.between_steps import BetweenSteps
-from bagua.torch.pieces import Piece
+from bagua.torch.pieces import Piece, land_all
 
 
 class Background(BetweenSteps):
     """After a step that finds a new average: x += average - what this rank had given for it."""
-
-    piece_nbytes = 1 << 20  # what others must wait for at most
 
     resting = False  # no exchange is begun
     _next_s = 0.0
@@ -42,15 +41,21 @@ class Background(BetweenSteps):
     @torch.no_grad()
     def _finish(self) -> None:
         given, self._given = self._given, []
+        land_all(self._pieces)
         for piece, before in zip(self._pieces, given):
-            piece.land()
             piece.flat -= before
             torch._foreach_add_(piece.params, piece.views)
 
+    def _drop(self) -> None:
+        self._given = []
+        super()._land()
+
     def _land(self) -> None:
-        """All ranks do, but not all may have begun what is under way."""
         if self._pieces:
-            self._drain()
+            self._end(self._drop)
+
+    def _drain(self) -> None:
+        self._end(self._finish)
 
     def load_state(self, loaded: dict[str, Any] | None, step: int) -> None:
         self._loaded, self._step, self._begun = loaded, step, False
@@ -65,17 +70,20 @@ class Background(BetweenSteps):
         name = f"{self._prefix}.{self._generation}.marker"
         self._marker = Piece(name, [("", torch.zeros(1))], self._exchange, self._process_set)
 
-    def _drain(self) -> None:
-        """A rank may have begun an exchange that others have not yet."""
+    def _piece_nbytes(self) -> float:
+        return 1 << 20  # what others must wait for at most
+
+    def _end(self, finish: Callable[[], None]) -> None:
+        """Ends what is under way, on all ranks; not all may have begun it yet."""
         barrier(self._process_set)
         # What all have begun is agreed on by now, so it is over before this is.
         self._marker.launch(Urgency.WAITED)
         self._marker.land()
         if self._given and all(piece.done() for piece in self._pieces):
-            self._finish()
+            finish()
         waiting = bool(self._given)
         everyone = allgather_object(waiting, f"{self._prefix}.waiting", self._process_set)
         if any(everyone) and not waiting:
             self._start()
         if self._given:
-            self._finish()
+            finish()

@@ -20,7 +20,7 @@ from bagua.common.world import world
 from bagua.torch import kept, ops
 from bagua.torch.buckets import dtype_name
 from bagua.torch.checks import check_parameters, checked_names
-from bagua.torch.pieces import Piece, pieces_of
+from bagua.torch.pieces import Piece, land_all, pieces_of
 
 _numbers = itertools.count()
 
@@ -28,7 +28,6 @@ _numbers = itertools.count()
 class BetweenSteps:
     """See the module."""
 
-    piece_nbytes = 0  # 0: the size of a bucket
     skips = False  # gradients are the optimizer's own business
 
     def __init__(
@@ -103,8 +102,7 @@ class BetweenSteps:
 
     def _land(self) -> None:
         """Waits for what is under way, without using it."""
-        for piece in self._pieces:
-            piece.land()
+        land_all(self._pieces)
 
     def _drain(self) -> None:
         """Waits for what is under way, and uses it."""
@@ -126,12 +124,13 @@ class BetweenSteps:
         prefix = f"{self._prefix}.{self._generation}"
         info = BucketInfo(prefix, 0, dtype, count, sum(p.nbytes for p in params))
         self._exchange = self.algorithm.plan(info, world(), self._step)
-        nbytes = self.piece_nbytes or int(world().config.bucket_mb * 2**20)
-        if self._exchange.mirrors:
-            nbytes = sum(4 * param.numel() for param in params)  # one, which settles early
         self._pieces = pieces_of(
-            prefix, named, self._exchange, self._process_set, nbytes, self._rounds
+            prefix, named, self._exchange, self._process_set, self._piece_nbytes(), self._rounds
         )
+
+    def _piece_nbytes(self) -> float:
+        """What is exchanged at a time, at most, if it is more than one parameter."""
+        return float(world().config.bucket_mb * 2**20)
 
     def _name(self, param: torch.Tensor) -> str:
         return self._names.setdefault(param, f"parameter.{len(self._names)}")

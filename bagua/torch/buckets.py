@@ -93,6 +93,10 @@ class Slot:
 class Bucket:
     """Slots that are exchanged together, in an arena of the engine."""
 
+    # Whether what travels is made of gradients, so that all must be in the arena first, and
+    # several exchanges do not add up to one.
+    transforms = False
+
     def __init__(
         self,
         name: str,
@@ -109,8 +113,9 @@ class Bucket:
         self.info = info
         self.slots = list(slots)
         self._fold = fold  # makes of gradients in the arena what is to travel
+        transforms = self.transforms or fold is not None
         # Whether several exchanges add up to one of their sum.
-        self.averages = op == ReduceOp.Average and fold is None
+        self.averages = op == ReduceOp.Average and not transforms
         # How many of a slot's residuals are of this rank alone.
         self.own_residuals = 0 if exchange.hierarchical else 1
         self.casts = slots[0].param.dtype != dtype  # gradients are compressed by a cast
@@ -138,8 +143,8 @@ class Bucket:
         self._notices = [slot.notice for slot in self.slots]
         # Exchanges of several contributions add up to one of their sum only if they are linear.
         linear = op in (ReduceOp.Average, ReduceOp.Sum)
-        self._reads = self.arena.movable and fold is None
-        lends = linear and fold is None
+        self._reads = self.arena.movable and not transforms
+        lends = linear and not transforms
         self._large = self.arena.large if lends else [False] * len(self.slots)
         # Gradients that were taken from their parameters while they are exchanged.
         self._away: list[tuple[Slot, torch.Tensor]] = []
@@ -222,6 +227,10 @@ class Bucket:
                 grads.append(grad)
         if views:
             torch._foreach_copy_(views, grads)
+        self._transform()
+
+    def _transform(self) -> None:
+        """Makes of the gradients in the arena what is to travel."""
         if self._fold is not None:
             self._fold(self._params, [slot.view for slot in self.slots])
 

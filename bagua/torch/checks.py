@@ -27,7 +27,8 @@ def check_algorithm(
         plain and algorithm.what == "grad" and not algorithm.momentum_correction
     ):
         raise UsageError(f"compression= is a codec of its own; leave it out with {algorithm!r}")
-    if op not in (None, ReduceOp.Average) and (algorithm.what != "grad" or algorithm.low_rank):
+    averages = algorithm.what != "grad" or algorithm.low_rank or algorithm.momentum_correction
+    if averages and op not in (None, ReduceOp.Average):
         raise UsageError(f"{algorithm!r} averages; leave op={op.name} out")
     everyone = allgather_object(repr(algorithm), process_set=process_set)
     for rank, theirs in zip(process_set.ranks, everyone):

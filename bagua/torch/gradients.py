@@ -123,7 +123,7 @@ class Gradients:
         self.look_again()
         self._plan.fold = fold_of(self._optimizer, algorithm)
         before, self._plan.algorithm = self._plan.algorithm, algorithm
-        self._rebuild([[slot for bucket in self._buckets for slot in bucket.slots]])
+        self._rebuild([bucket.slots for bucket in self._buckets], exactly=True)
         if _residuals_of(before) != _residuals_of(algorithm):
             lost.restore(None, self._buckets)
         self._state_due = lost.something(self._buckets)

@@ -21,10 +21,10 @@ class LowRankBucket(Bucket):
     transposes: thin matrices are multiplied many times faster that way.
     """
 
+    transforms = True
+
     def _prepare(self, exchange: Exchange, process_set: ProcessSet) -> None:
-        self.averages = False
         self.own_residuals = 2
-        self._reads, self._large = False, [False] * len(self.slots)
         rank = exchange.low_rank
         self._wholes: list[torch.Tensor] = []  # G + e, while it travels
         tall, wide = [], []

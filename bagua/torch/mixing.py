@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import torch
 
 from bagua.common.kinds import Urgency
+from bagua.common.world import world
 from bagua.torch.between_steps import BetweenSteps
+from bagua.torch.pieces import land_all
 
 
 class Mixing(BetweenSteps):
@@ -35,18 +38,18 @@ class Mixing(BetweenSteps):
         if self._exchange.when == "forward":
             self._start(Urgency.NOW)
         else:
-            self._start(Urgency.NOW if self._exchange.mirrors else Urgency.WAITED)
+            self._start(Urgency.NOW if self._settles_early() else Urgency.WAITED)
             self._finish()
 
     @torch.no_grad()
     def _start(self, urgency: Urgency) -> None:
         if self._launched:
             return
-        self._launched = True
+        land_all(self._pieces)
         for piece in self._pieces:
-            piece.land()
             piece.copy_weights()
             piece.launch(urgency)
+        self._launched = True
         self._versions = self._count_versions()
 
     @torch.no_grad()
@@ -54,10 +57,13 @@ class Mixing(BetweenSteps):
         untouched = self._versions == self._count_versions()
         self._launched, self._mixed = False, True
         self._rounds += 1  # what a checkpoint finds under way begins once more
-        for piece in self._pieces:
-            piece.land_values()
-            if untouched:
-                piece.set_weights()
+        if self._settles_early():
+            for piece in self._pieces:
+                piece.land_values()
+        else:
+            land_all(self._pieces)
+        for piece in self._pieces if untouched else ():
+            piece.set_weights()
         if not untouched:
             warnings.warn(
                 "weights were changed while their average travelled, which is given up; with "
@@ -76,6 +82,17 @@ class Mixing(BetweenSteps):
         if self._launched:
             self._finish()
         super()._land()
+
+    def _settles_early(self) -> bool:
+        """Whether this rank alone encodes its values, and so has its new ones at once."""
+        if not self._exchange.mirrors:
+            return False
+        anywhere = world().engine.exchanges_anywhere(self._process_set._id())
+        return not self._exchange.hierarchical or anywhere
+
+    def _piece_nbytes(self) -> float:
+        # The next piece would wait for the neighbors of this one.
+        return math.inf if self._settles_early() else super()._piece_nbytes()
 
     def _kept(self) -> dict[str, list[torch.Tensor]]:
         if self._exchange.mirrors:

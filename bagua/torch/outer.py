@@ -6,7 +6,7 @@ import torch
 
 from bagua.common.kinds import Urgency
 from bagua.torch.between_steps import BetweenSteps
-from bagua.torch.pieces import Piece
+from bagua.torch.pieces import Piece, land_all
 
 
 class Outer(BetweenSteps):
@@ -73,8 +73,8 @@ class Outer(BetweenSteps):
     def _step_together(self) -> None:
         lr, beta = self._exchange.outer_lr, self._exchange.outer_momentum
         self._launched = False
+        land_all(self._pieces)
         for piece, common, momentum in zip(self._pieces, self._common, self._momentum):
-            piece.land()
             momentum.mul_(beta).add_(piece.flat)
             common.sub_(piece.flat, alpha=lr).sub_(momentum, alpha=lr * beta)
 
@@ -100,8 +100,7 @@ class Outer(BetweenSteps):
     def _kept(self) -> dict[str, list[torch.Tensor]]:
         kept = super()._kept()
         if self._launched:  # every rank has: soon it is there
-            for piece in self._pieces:
-                piece.land()
+            land_all(self._pieces)
             kept["arrived"] = [piece.flat for piece in self._pieces]
         return kept | {"common": self._common, "begins": self._begins, "momentum": self._momentum}
 

@@ -60,7 +60,6 @@ class Piece:
         # What the engine keeps of each value until the next time.
         self.kept = [_tensor(memory, torch.float32) for memory in self._arena.kept]
         self._handle: Any | None = None
-        self._settles_early = exchange.mirrors
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parts of memory like the arena's, with the parameters' shapes."""
@@ -84,29 +83,55 @@ class Piece:
         return self._handle is None or bool(self._handle.poll())
 
     def land_values(self) -> None:
-        """Waits until the arena has the result, which neighbors may still be told of."""
-        if self._settles_early and self._handle is not None:
+        """Waits until the arena has the result, though the exchange may go on."""
+        if self._handle is None:
+            return
+        try:
             self._handle.wait_values()
-        else:
-            self.land()
+        except BaseException:
+            self._forget_if_done()
+            raise
 
     def land(self) -> None:
         """Waits for the exchange, whose result is then in the arena."""
-        handle, self._handle = self._handle, None
-        if handle is None:
+        if self._handle is None:
             return
-        handle.wait()
+        try:
+            self._handle.wait()
+        finally:
+            self._forget_if_done()
         if self._counts_ranks:
             share = float(self.flat[self._begins[-1]])
             if share != 1:
                 self.flat /= share
 
+    def _forget_if_done(self) -> None:
+        if self.done():  # and not after a Ctrl-C, while the engine is at it
+            self._handle = None
+
     def refuse(self, problem: str) -> None:
         self._arena.refuse(problem)
 
 
+def land_all(pieces: Sequence[Piece]) -> None:
+    """Waits for all of them, also after an error, which is raised in the end."""
+    errors = []
+    for piece in pieces:
+        try:
+            piece.land()
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
 def pieces_of(
-    prefix: str, named: Named, exchange: Exchange, process_set: ProcessSet, nbytes: int, rounds: int
+    prefix: str,
+    named: Named,
+    exchange: Exchange,
+    process_set: ProcessSet,
+    nbytes: float,
+    rounds: int,
 ) -> list[Piece]:
     """The parameters in order, cut into pieces of one element type and at most so many bytes."""
     done: list[list[tuple[str, torch.Tensor]]] = []

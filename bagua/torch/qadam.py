@@ -49,6 +49,7 @@ class QAdam(torch.optim.Optimizer):
                 raise UsageError(f"betas are from 0 to below 1, not {betas}")
         self.warmup_steps = int(warmup_steps)
         self._folded: set[torch.Tensor] = set()  # their `grad` is momentum already
+        self._roots: dict[torch.Tensor, torch.Tensor] = {}  # of variances that are frozen
         super().__init__(
             params,
             {
@@ -76,7 +77,7 @@ class QAdam(torch.optim.Optimizer):
                     f"a parameter of shape {tuple(param.shape)} came after the warm-up, so its "
                     "variance is not known; give it an optimizer of its own"
                 )
-            root = self._frozen_root(state, group, view)
+            root = self._frozen_root(param, group, view)
             momentum = self._decayed(param, view, group).lerp_(state["momentum"], group["betas"][0])
             momentum.div_(root)
             self._folded.add(param)
@@ -123,13 +124,13 @@ class QAdam(torch.optim.Optimizer):
             param.mul_(1 - group["lr"] * group["weight_decay"])
         rate = -group["lr"] / (1 - beta ** state["step"])
         if param in self._folded:
-            momentum.copy_(param.grad).mul_(state.get("root", 1))
+            momentum.copy_(param.grad).mul_(self._roots.get(param, 1))
             param.add_(param.grad, alpha=rate)  # type: ignore[arg-type]
             return
         gradient = self._decayed(param, param.grad.clone(), group)  # type: ignore[union-attr]
         momentum.lerp_(gradient, 1 - beta)
         if state["step"] > self.warmup_steps:
-            root = self._frozen_root(state, group, gradient)
+            root = self._frozen_root(param, group, gradient)
         else:
             variance = state["variance"]
             variance.mul_(beta_of_variance)
@@ -138,26 +139,30 @@ class QAdam(torch.optim.Optimizer):
             root = variance.sqrt_().add_(group["eps"])
         param.addcdiv_(momentum, root, value=rate)
 
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self._roots.clear()
+
     def _frozen_root(
-        self, state: dict[str, Any], group: dict[str, Any], gradient: torch.Tensor
+        self, param: torch.Tensor, group: dict[str, Any], gradient: torch.Tensor
     ) -> torch.Tensor:
-        """What momentum is divided by after the warm-up; it takes the variance's place.
+        """What momentum is divided by after the warm-up.
 
         The variance of values which had next to no gradient tells nothing: it is taken for a
         hundredth of their tensor's mean, else what a codec adds would move them far.
         """
-        if "root" not in state:
-            variance = state["variance"]
-            if not variance.any():
-                if gradient.any():
-                    raise UsageError(
-                        f"a parameter of shape {tuple(gradient.shape)} had no gradient in the "
-                        "warm-up, so its variance is not known; warm up longer, or give it an "
-                        "optimizer of its own"
-                    )
-                return torch.ones_like(variance)  # there is nothing to divide
-            variance /= 1 - group["betas"][1] ** self.warmup_steps
-            variance.clamp_(min=0.01 * variance.mean())
-            state["root"] = state.pop("variance").sqrt_().add_(group["eps"])
-        root: torch.Tensor = state["root"]
-        return root
+        root = self._roots.get(param)
+        if root is not None:
+            return root
+        variance = self.state[param]["variance"]
+        if not variance.any():
+            if gradient.any():
+                raise UsageError(
+                    f"a parameter of shape {tuple(param.shape)} had no gradient in the warm-up, so "
+                    "its variance is not known; warm up longer, or give it an optimizer of its own"
+                )
+            return torch.ones_like(variance)  # there is nothing to divide
+        variance = variance / (1 - group["betas"][1] ** self.warmup_steps)
+        variance.clamp_(min=0.01 * variance.mean())
+        self._roots[param] = variance.sqrt_().add_(group["eps"])
+        return self._roots[param]

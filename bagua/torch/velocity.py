@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from bagua.algorithms import Exchange
 from bagua.common.process_set import ProcessSet
+from bagua.common.world import world
 from bagua.torch.buckets import Bucket, view_like
 
 
@@ -15,26 +14,27 @@ class VelocityBucket(Bucket):
     """u <- momentum u + gradient; u travels, so that what a codec holds back has its momentum, too.
 
     Of each slot u is kept in front of what the engine keeps. Where all of a value has travelled, u
-    begins anew: it would be out of date.
+    begins anew: it would be out of date. Ranks that share a machine, if that is exact, do not know
+    what has travelled, and keep u.
     """
 
+    transforms = True
+
     def _prepare(self, exchange: Exchange, process_set: ProcessSet) -> None:
-        self.averages = False
-        self._reads, self._large = False, [False] * len(self.slots)
-        self._fold = self._correct
         self._momentum = exchange.momentum_correction
         whole = exchange.codec == "topk" and exchange.values == "raw"
-        self._sees_what_went = whole and not exchange.hierarchical and process_set.size() > 1
+        encodes = not exchange.hierarchical or world().engine.exchanges_anywhere(process_set._id())
+        self._sees_what_went = whole and encodes and process_set.size() > 1
         self._moved: list[torch.Tensor] = []  # what u becomes when this exchange is delivered
         for slot in self.slots:
             slot.residuals.insert(0, torch.zeros_like(slot.view))
             self._moved.append(torch.zeros_like(slot.view))
         self.own_residuals += 1
 
-    def _correct(self, params: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
-        for slot, moved, view in zip(self.slots, self._moved, views):
-            torch.add(view, slot.residuals[0], alpha=self._momentum, out=moved)
-            view.copy_(moved)
+    def _transform(self) -> None:
+        for slot, moved in zip(self.slots, self._moved):
+            torch.add(slot.view, slot.residuals[0], alpha=self._momentum, out=moved)
+            slot.view.copy_(moved)
 
     def deliver(self) -> None:
         under_way = self.handle is not None

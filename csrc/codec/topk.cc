@@ -104,8 +104,9 @@ struct Guess {
   for (int i = 0; i < kGroup; ++i) some[count + i] = -1;
   const int32_t low = reached(some, count, kept, kept, bound, guess->margin).least;
   // Of those equal to it so many are taken.
-  int equals = kept - count_from(some, count, low + 1);
-  for (int i = 0, at = 0; at < kept; ++i) {
+  const int above = low < INT32_MAX ? count_from(some, count, low + 1) : 0;
+  int equals = kept - above;
+  for (int i = 0, at = 0; i < count && at < kept; ++i) {
     if (some[i] < low || (some[i] == low && equals-- <= 0)) continue;
     places[at++] = where[i];
   }

@@ -20,7 +20,7 @@ void allgather(Job& job) {
   }
   for (int d = 1; d < n; ++d)
     if (mine > 0) flight.add(group.send(group.neighbor(d), job.in, mine));
-  group.copy(job.out + to[me] * item, job.in, mine);
+  copy(group, job.out + to[me] * item, job.in, mine);
   flight.wait();
 }
 

@@ -26,8 +26,8 @@ void alltoall(Job& job) {
       flight.add(group.send(peer, job.in + from[peer] * item,
                             static_cast<size_t>(job.in_counts[peer] * item)));
   }
-  group.copy(job.out + to[me] * item, job.in + from[me] * item,
-             static_cast<size_t>(job.in_counts[me] * item));
+  copy(group, job.out + to[me] * item, job.in + from[me] * item,
+       static_cast<size_t>(job.in_counts[me] * item));
   flight.wait();
 }
 

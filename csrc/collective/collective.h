@@ -102,6 +102,12 @@ struct Job {
               Finish finish) const;
 };
 
+inline void copy(Group& group, void* to, const void* from, size_t nbytes) {
+  if (to == from || nbytes == 0) return;
+  plain_copy(to, from, nbytes);
+  group.touch(2 * nbytes);
+}
+
 struct Collective {
   const char* name;
   OpKind kind;

@@ -14,7 +14,7 @@ void gather_reduce(Job& job) {
   Flight flight(group);
   for (int i = 0; i < n; ++i) srcs[i] = scratch + nbytes * static_cast<size_t>(i);
   char* mine = scratch + nbytes * static_cast<size_t>(group.me());
-  group.copy(mine, job.data, nbytes);
+  copy(group, mine, job.data, nbytes);
   for (int d = 1; d < n; ++d) {
     const int from = group.neighbor(-d);
     flight.add(group.recv(from, scratch + nbytes * static_cast<size_t>(from), nbytes));

@@ -54,7 +54,7 @@ class Neighbors {
     Place place = group.node()->arenas()->find(data, nbytes);
     if (place.nowhere()) {
       copy_ = job.scratch.get(Scratch::kShare, nbytes);
-      group.copy(copy_, data, nbytes);
+      copy(group, copy_, data, nbytes);
       place = group.node()->arenas()->find(copy_, nbytes);
     }
     const auto notes = group.step({place, 0});
@@ -94,13 +94,13 @@ class Neighbors {
     const auto at = begin * static_cast<int64_t>(job_.item());
     for (char* base : bases_)
       if (base != mine())
-        group_.copy(base + at, mine() + at, static_cast<size_t>(count) * job_.item());
+        copy(group_, base + at, mine() + at, static_cast<size_t>(count) * job_.item());
   }
 
   void part() {
     if (group_.size() == 1) return;
     group_.step();
-    if (copy_) group_.copy(data_, copy_, static_cast<size_t>(count_) * job_.item());
+    if (copy_) copy(group_, data_, copy_, static_cast<size_t>(count_) * job_.item());
   }
 
  private:
@@ -116,6 +116,7 @@ class Neighbors {
 void lead(Job& job, Group& far, int leader, int leaders, int64_t at, int64_t count,
           const std::vector<int>& weights, const Neighbors& neighbors) {
   const Slice slice = slice_of(count, leaders, leader);
+  if (slice.count == 0) return;
   const bool wide = dtype_nbytes(job.dtype) == 2 && is_float(job.dtype);
   char* mine = neighbors.mine() + slice.begin * static_cast<int64_t>(job.item());
   Job across{far, job.scratch, wide ? DType::kF32 : job.dtype, job.op, job.finish};

@@ -14,8 +14,10 @@
 namespace bagua {
 namespace {
 
-// What travels at a time, and what is computed at a time: multiples of every codec's block.
+// What travels at a time, unless that were too many messages, and what is computed at a time:
+// multiples of every codec's block.
 constexpr int64_t kSegment = 128 << 10;
+constexpr int64_t kMostSegments = 256;
 constexpr int64_t kTile = 4096;
 
 // How far this rank has moved, all ranks' copies considered.
@@ -40,10 +42,11 @@ void mirrored(Job& job) {
   char* from_left = mine + wire_nbytes;
   char* from_right = left == right ? from_left : from_left + wire_nbytes;
 
+  const int64_t step = std::max(kSegment, (job.count / kMostSegments + kTile) / kTile * kTile);
   const auto for_segments = [&](const auto& f) {
     int64_t wire = 0;
-    for (int64_t at = 0; at < job.count; at += kSegment) {
-      const int64_t n = std::min(kSegment, job.count - at);
+    for (int64_t at = 0; at < job.count; at += step) {
+      const int64_t n = std::min(step, job.count - at);
       const int64_t nbytes = coding.wire_nbytes(n);
       f(at, n, wire, static_cast<size_t>(nbytes));
       wire += nbytes;

@@ -54,7 +54,7 @@ void small(Job& job) {
   Stage stage(job, kSmallNbytes);
   const auto item = static_cast<int64_t>(job.item());
   for_runs(job, {0, job.count}, [&](int64_t at, int64_t count, const char* in, char*) {
-    group.copy(stage.mine() + at * item, in, static_cast<size_t>(count * item));
+    copy(group, stage.mine() + at * item, in, static_cast<size_t>(count * item));
   });
   stage.first_step();
   std::vector<const void*> srcs(static_cast<size_t>(group.size()));
@@ -109,7 +109,7 @@ void staged(Job& job) {
         if (stream) {
           job.stream(place + at * item, in, nbytes);
         } else {
-          group.copy(place + at * item, in, nbytes);
+          copy(group, place + at * item, in, nbytes);
         }
       });
     }
@@ -135,7 +135,7 @@ void staged(Job& job) {
       if (i == me) continue;
       const char* place = stage.of(i) + (i * piece - theirs.begin) * item;
       for_runs(job, theirs, [&](int64_t at, int64_t count, const char*, char* out) {
-        group.copy(out, place + at * item, static_cast<size_t>(count * item));
+        copy(group, out, place + at * item, static_cast<size_t>(count * item));
       });
     }
   }

@@ -61,13 +61,13 @@ void shared_broadcast(Job& job) {
       stage, kWhole.count(nbytes),
       [&](int64_t round) {
         if (root)
-          group.copy(stage.mine(), job.data + kWhole.at(round, nbytes),
-                     kWhole.nbytes(round, nbytes));
+          copy(group, stage.mine(), job.data + kWhole.at(round, nbytes),
+               kWhole.nbytes(round, nbytes));
       },
       [&](int64_t round) {
         if (!root)
-          group.copy(job.data + kWhole.at(round, nbytes), stage.of(job.root),
-                     kWhole.nbytes(round, nbytes));
+          copy(group, job.data + kWhole.at(round, nbytes), stage.of(job.root),
+               kWhole.nbytes(round, nbytes));
       });
 }
 
@@ -76,18 +76,18 @@ void shared_allgather(Job& job) {
   const std::vector<int64_t> ends = ends_of(job.out_counts, job.item());
   const auto nbytes_of = [&](int i) { return ends[i + 1] - ends[i]; };
   const int64_t mine = nbytes_of(group.me());
-  group.copy(job.out + ends[group.me()], job.in, static_cast<size_t>(mine));
+  copy(group, job.out + ends[group.me()], job.in, static_cast<size_t>(mine));
   Stage stage(job, static_cast<size_t>(std::min(mine, kWhole.step)));
   in_rounds(
       stage, kWhole.count(mine),
       [&](int64_t round) {
-        group.copy(stage.mine(), job.in + kWhole.at(round, mine), kWhole.nbytes(round, mine));
+        copy(group, stage.mine(), job.in + kWhole.at(round, mine), kWhole.nbytes(round, mine));
       },
       [&](int64_t round) {
         for (int d = 1; d < group.size(); ++d) {
           const int i = group.neighbor(d);
-          group.copy(job.out + ends[i] + kWhole.at(round, nbytes_of(i)), stage.of(i),
-                     kWhole.nbytes(round, nbytes_of(i)));
+          copy(group, job.out + ends[i] + kWhole.at(round, nbytes_of(i)), stage.of(i),
+               kWhole.nbytes(round, nbytes_of(i)));
         }
       });
 }
@@ -100,7 +100,7 @@ void shared_alltoall(Job& job) {
   const std::vector<int64_t> outs = ends_of(job.out_counts, job.item());
   const auto sent = [&](int i) { return ins[i + 1] - ins[i]; };
   const auto received = [&](int i) { return outs[i + 1] - outs[i]; };
-  group.copy(job.out + outs[me], job.in + ins[me], static_cast<size_t>(sent(me)));
+  copy(group, job.out + outs[me], job.in + ins[me], static_cast<size_t>(sent(me)));
   int64_t most = 0;
   for (int i = 0; i < group.size(); ++i)
     if (i != me) most = std::max(most, sent(i));
@@ -110,14 +110,14 @@ void shared_alltoall(Job& job) {
       [&](int64_t round) {
         for (int i = 0; i < group.size(); ++i)
           if (i != me)
-            group.copy(stage.mine() + i * parts.step, job.in + ins[i] + parts.at(round, sent(i)),
-                       parts.nbytes(round, sent(i)));
+            copy(group, stage.mine() + i * parts.step, job.in + ins[i] + parts.at(round, sent(i)),
+                 parts.nbytes(round, sent(i)));
       },
       [&](int64_t round) {
         for (int d = 1; d < group.size(); ++d) {
           const int i = group.neighbor(d);
-          group.copy(job.out + outs[i] + parts.at(round, received(i)),
-                     stage.of(i) + me * parts.step, parts.nbytes(round, received(i)));
+          copy(group, job.out + outs[i] + parts.at(round, received(i)),
+               stage.of(i) + me * parts.step, parts.nbytes(round, received(i)));
         }
       });
 }
@@ -138,9 +138,9 @@ void shared_reducescatter(Job& job) {
       [&](int64_t round) {
         for (int i = 0; i < n; ++i)
           if (i != me)
-            group.copy(stage.mine() + i * parts.step,
-                       job.in + ins[i] + parts.at(round, nbytes_of(i)),
-                       parts.nbytes(round, nbytes_of(i)));
+            copy(group, stage.mine() + i * parts.step,
+                 job.in + ins[i] + parts.at(round, nbytes_of(i)),
+                 parts.nbytes(round, nbytes_of(i)));
       },
       [&](int64_t round) {
         const int64_t at = parts.at(round, nbytes_of(me));

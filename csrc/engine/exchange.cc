@@ -36,7 +36,7 @@ void run(OpKind kind, Job& job, const Workbench& bench) {
   int64_t end = 0;
   for (const Fragment& f : job.fragments) {
     std::memset(job.data + end * item, 0, static_cast<size_t>((f.begin - end) * item));
-    job.group.copy(job.data + f.begin * item, f.in, static_cast<size_t>(f.count * item));
+    copy(job.group, job.data + f.begin * item, f.in, static_cast<size_t>(f.count * item));
     end = f.begin + f.count;
   }
   std::memset(job.data + end * item, 0, static_cast<size_t>((job.count - end) * item));
@@ -44,7 +44,7 @@ void run(OpKind kind, Job& job, const Workbench& bench) {
   job.fragments.clear();
   row.run(job);
   for (const Fragment& f : fragments)
-    job.group.copy(f.out, job.data + f.begin * item, static_cast<size_t>(f.count * item));
+    copy(job.group, f.out, job.data + f.begin * item, static_cast<size_t>(f.count * item));
 }
 
 // Non-empty tensors of all requests, element types together, otherwise in order.
@@ -91,7 +91,7 @@ void on_stretches(const std::vector<Tensor>& tensors, Group& group, const Workbe
     if (end == begin + 1 && !tensors[begin].fragments) {
       job.fragments.clear();
       job.data = tensors[begin].out;
-      group.copy(job.data, tensors[begin].in, job.nbytes());
+      copy(group, job.data, tensors[begin].in, job.nbytes());
     }
     run(job);
     begin = end;
@@ -139,7 +139,7 @@ std::vector<std::vector<char>> take_apart(std::vector<Tensor>& tensors) {
 void scale_all(Job& job, double factor) {
   if (job.data) return scale(job.dtype, job.data, job.count, factor);
   for (Fragment& f : job.fragments) {
-    job.group.copy(f.out, f.in, static_cast<size_t>(f.count) * job.item());
+    copy(job.group, f.out, f.in, static_cast<size_t>(f.count) * job.item());
     scale(job.dtype, f.out, f.count, factor);
     f.in = f.out;
   }
@@ -172,7 +172,8 @@ void exchange_allreduce(const std::vector<RequestPtr>& requests, Group& group,
     job.coding = coding.codec ? &coding : nullptr;
     job.peers = peers;
     job.exact_in_nodes = d.exact_in_nodes;
-    if (job.count > 0 && tensors.size() == 1) job.values_final = bench.values_final;
+    // Not of fragments: results come to them at the end.
+    if (job.data && tensors.size() == 1) job.values_final = bench.values_final;
     if (!is_linear(d.op)) scale_all(job, d.prescale);
     if (group.size() == 1) return scale_all(job, finish.factor);
     run(OpKind::kAllreduce, job, bench);
@@ -268,7 +269,7 @@ void exchange_reducescatter(const Request& request, Group& group, const Workbenc
     if (!is_linear(d.op) && d.prescale != 1) {
       const int64_t nbytes = infos[i].count() * static_cast<int64_t>(job.item());
       char* scaled = bench.scratch.get(Scratch::kFusion, static_cast<size_t>(nbytes));
-      group.copy(scaled, job.in, static_cast<size_t>(nbytes));
+      copy(group, scaled, job.in, static_cast<size_t>(nbytes));
       scale(job.dtype, scaled, infos[i].count(), d.prescale);
       job.in = scaled;
     }

@@ -130,6 +130,7 @@ PYBIND11_MODULE(_core, m) {
            py::arg("address"), py::arg("rank"), py::arg("settings"), py::arg("names"))
       .def_property_readonly("rank", &Engine::rank)
       .def_property_readonly("size", &Engine::size)
+      .def("exchanges_anywhere", &Engine::exchanges_anywhere)
       .def("allocate",
            [](Engine& e, int64_t nbytes) {
              return std::make_shared<Memory>(

@@ -4,7 +4,6 @@
 #include <utility>
 #include <vector>
 
-#include "kernel/stream.h"
 #include "transport/node.h"
 #include "transport/transport.h"
 
@@ -96,11 +95,6 @@ class Group {
 
   // ---- what this rank does, for the counters ---------------------------------------------------
 
-  void copy(void* to, const void* from, size_t nbytes) {
-    if (to == from || nbytes == 0) return;
-    plain_copy(to, from, nbytes);
-    touch(2 * nbytes);
-  }
   // So many bytes of memory were read or written. A message counts once at either end, however
   // often the transport copies it.
   void touch(size_t nbytes) { touched_nbytes_ += static_cast<int64_t>(nbytes); }

@@ -293,6 +293,29 @@ def test_in_the_background_ranks_may_rest_and_be_slow(everyone, hvd):
         optimizer.pause()
 
 
+def test_what_was_under_way_is_not_of_what_is_loaded(everyone, hvd):
+    """An average of weights that are given up does not change those that take their place."""
+    replica = Replica(everyone.me, "sgd")
+    optimizer = hvd.DistributedOptimizer(
+        replica.optimizer, algorithm=AsyncModelAverage(sync_interval_ms=0.0)
+    )
+    for round in range(5):
+        state = optimizer.state_dict()
+        for step in range(4):
+            replica.backward(step)
+            optimizer.step()
+        optimizer.load_state_dict(state)
+        optimizer.pause()
+        with torch.no_grad():
+            for param in replica.params:
+                param.fill_(round)
+                param.grad = None
+        optimizer.step()
+        assert all((param == round).all() for param in replica.params)
+        optimizer.resume()
+    optimizer.settle()
+
+
 @pytest.mark.parametrize("when", ["forward", "step", "background"])
 def test_a_rank_with_fewer_batches_joins(everyone, hvd, when):
     """Others go on among themselves, and what has joined does not pull them anywhere."""

@@ -109,6 +109,23 @@ def test_resumes_in_the_same_bits(everyone, hvd, resume_at):
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed))
 
 
+@pytest.mark.ranks(1)
+def test_a_longer_warm_up_goes_on(hvd):
+    """Its variance moves again."""
+    param = nn.Parameter(torch.ones(3, 3))
+    short = hvd.QAdam([param], warmup_steps=2)
+    for step in range(4):
+        param.grad = gradient(0, step, (3, 3))
+        short.step()
+    longer = hvd.QAdam([param], warmup_steps=7)
+    longer.load_state_dict(short.state_dict())
+    before = longer.state[param]["variance"].clone()
+    for step in range(5):
+        param.grad = gradient(0, step, (3, 3))
+        longer.step()
+    assert not torch.equal(longer.state[param]["variance"], before)
+
+
 def test_alone_it_is_the_same_optimizer(everyone, hvd):
     param, twin = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))
     alone = hvd.QAdam([param], lr=0.01, warmup_steps=2)

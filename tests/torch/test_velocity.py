@@ -41,8 +41,10 @@ def backward(params, rank: int, step: int) -> None:
     sum((p * gradient(rank, step, p.shape)).sum() for p in params).backward()
 
 
-def test_without_a_codec_it_is_momentum(everyone, hvd):
-    params, optimizer = made(hvd, Algorithm(momentum_correction=0.9))
+@pytest.mark.parametrize("warmup_steps", [0, 2])
+def test_without_a_codec_it_is_momentum(everyone, hvd, warmup_steps):
+    algorithm = Algorithm(momentum_correction=0.9, warmup_steps=warmup_steps)
+    params, optimizer = made(hvd, algorithm)
     alone = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
     sgd = torch.optim.SGD(alone, lr=0.1, momentum=0.9)
     for step in range(5):
@@ -139,7 +141,9 @@ def test_what_makes_no_sense(hvd):
     for inner in (torch.optim.SGD(params, lr=0.1, momentum=0.9), torch.optim.Adam(params)):
         with pytest.raises(hvd.UsageError, match="momentum of its own"):
             hvd.DistributedOptimizer(inner, algorithm=DEEP)
+    sgd = torch.optim.SGD(params, lr=0.1)
     for mistake in (
+        lambda: hvd.DistributedOptimizer(sgd, op=hvd.Sum, algorithm="topk").set_algorithm(DEEP),
         lambda: Algorithm(momentum_correction=1.0),
         lambda: Algorithm(momentum_correction=0.9, what="delta"),
         lambda: Algorithm(momentum_correction=0.9, low_rank=2),

@@ -218,6 +218,22 @@ TEST(Codecs, TheTableSaysWhoNeedsFeedback) {
 }
 
 // Tiles of 4096 values are coded one by one: a block must not reach over their edge.
+// NaNs of all bits are the largest magnitude there is.
+TEST(Codecs, TopkOfNothingButTheLargestMagnitude) {
+  std::vector<float> in(5000);
+  std::memset(in.data(), 0xff, in.size() * sizeof(float));
+  const Coding coding = parse_coding("topk:7");
+  std::vector<char> wire(static_cast<size_t>(coding.wire_nbytes(5000)));
+  std::vector<float> out(in.size());
+  for (int isa = 0; isa < kIsaCount; ++isa) {
+    if (!has_isa(static_cast<Isa>(isa))) continue;
+    coding.encode(in.data(), 5000, wire.data(), static_cast<Isa>(isa));
+    coding.decode(wire.data(), 5000, out.data(), static_cast<Isa>(isa));
+    for (size_t i = 0; i < 7; ++i) EXPECT_TRUE(std::isnan(out[i])) << i;
+    for (size_t i = 7; i < 4096; ++i) ASSERT_EQ(out[i], 0) << i;
+  }
+}
+
 TEST(Codecs, BlocksDivideATile) {
   for (const Codec& codec : codecs()) EXPECT_EQ(4096 % codec.block, 0) << codec.name;
 }
