@@ -9,16 +9,13 @@
 #include <algorithm>
 #include <vector>
 
-#include "collective/collective.h"
+#include "collective/coded.h"
 
 namespace bagua {
 namespace {
 
-// What travels at a time, unless that were too many messages, and what is computed at a time:
-// multiples of every codec's block.
-constexpr int64_t kSegment = 128 << 10;
-constexpr int64_t kMostSegments = 256;
-constexpr int64_t kTile = 4096;
+// Values that are computed at a time; a multiple of every block.
+constexpr int64_t kPart = 4096;
 
 // How far this rank has moved, all ranks' copies considered.
 void difference(const float* x, const Job& job, int64_t at, int64_t n, float* z) {
@@ -42,51 +39,40 @@ void mirrored(Job& job) {
   char* from_left = mine + wire_nbytes;
   char* from_right = left == right ? from_left : from_left + wire_nbytes;
 
-  const int64_t step = std::max(kSegment, (job.count / kMostSegments + kTile) / kTile * kTile);
-  const auto for_segments = [&](const auto& f) {
-    int64_t wire = 0;
-    for (int64_t at = 0; at < job.count; at += step) {
-      const int64_t n = std::min(step, job.count - at);
-      const int64_t nbytes = coding.wire_nbytes(n);
-      f(at, n, wire, static_cast<size_t>(nbytes));
-      wire += nbytes;
-    }
-  };
+  const std::vector<Stretch> segments = stretches(coding, 0, job.count);
   std::vector<Ticket> coming;
-  for_segments([&](int64_t, int64_t, int64_t wire, size_t nbytes) {
-    coming.push_back(group.recv(left, from_left + wire, nbytes));
-    if (left != right) coming.push_back(group.recv(right, from_right + wire, nbytes));
-  });
+  for (const Stretch& segment : segments) {
+    const auto nbytes = static_cast<size_t>(segment.nbytes);
+    coming.push_back(group.recv(left, from_left + segment.at, nbytes));
+    if (left != right) coming.push_back(group.recv(right, from_right + segment.at, nbytes));
+  }
   Flight going(group);
-  for_segments([&](int64_t begin, int64_t count, int64_t wire, size_t nbytes) {
-    if (job.prepare) job.prepare(begin, count);
-    char* to = mine + wire;
-    for (int64_t at = begin; at < begin + count; at += kTile) {
-      const int64_t n = std::min(kTile, begin + count - at);
-      float z[kTile] = {};
-      if (!rests) difference(x + at, job, at, n, z);
-      coding.encode(z, n, to);
-      if (!rests) {
-        coding.decode_add(to, n, job.kept[0] + at);
-        std::copy_n(job.kept[0] + at, n, x + at);
-      }
-      to += coding.wire_nbytes(n);
+  for (const Stretch& segment : segments) {
+    if (job.prepare) job.prepare(segment.begin, segment.count);
+    char* wire = mine + segment.at;
+    for (const Stretch& part : stretches(coding, segment.begin, segment.count, kPart)) {
+      float z[kPart] = {};
+      if (!rests) difference(x + part.begin, job, part.begin, part.count, z);
+      coding.encode(z, part.count, wire + part.at);
+      if (rests) continue;
+      coding.decode_add(wire + part.at, part.count, job.kept[0] + part.begin);
+      std::copy_n(job.kept[0] + part.begin, part.count, x + part.begin);
     }
-    group.touch(nbytes + static_cast<size_t>(count) * 4 * sizeof(float));
-    going.add(group.send(left, mine + wire, nbytes));
-    if (left != right) going.add(group.send(right, mine + wire, nbytes));
-    if (job.arrived) job.arrived(begin, count);
-  });
+    const auto nbytes = static_cast<size_t>(segment.nbytes);
+    group.touch(nbytes + static_cast<size_t>(segment.count) * 4 * sizeof(float));
+    going.add(group.send(left, wire, nbytes));
+    if (left != right) going.add(group.send(right, wire, nbytes));
+    if (job.arrived) job.arrived(segment.begin, segment.count);
+  }
   if (job.values_final) job.values_final();
   auto ticket = coming.begin();
-  for_segments([&](int64_t at, int64_t n, int64_t wire, size_t) {
+  for (const Stretch& segment : segments) {
     group.wait(*ticket++);
     if (left != right) group.wait(*ticket++);
-    if (!rests) {
-      coding.decode_add(from_left + wire, n, job.kept[1] + at);
-      coding.decode_add(from_right + wire, n, job.kept[2] + at);
-    }
-  });
+    if (rests) continue;
+    coding.decode_add(from_left + segment.at, segment.count, job.kept[1] + segment.begin);
+    coding.decode_add(from_right + segment.at, segment.count, job.kept[2] + segment.begin);
+  }
   going.wait();
 }
 

@@ -1,4 +1,4 @@
-#include "collective/floats.h"
+#include "collective/coded.h"
 #include "common/errors.h"
 
 namespace bagua {

@@ -1,0 +1,57 @@
+#include "collective/coded.h"
+
+#include <algorithm>
+
+#include "codec/codec.h"
+#include "common/errors.h"
+#include "kernel/half.h"
+
+namespace bagua {
+namespace {
+
+// Wire bytes that travel at a time, about, unless that were too many messages.
+constexpr int64_t kMessageNbytes = 128 << 10;
+constexpr int64_t kMostMessages = 256;
+
+}  // namespace
+
+void on_floats(Job& job, void (*run)(Job&, float*)) {
+  if (job.dtype == DType::kF32) return run(job, reinterpret_cast<float*>(job.data));
+  if (job.prepare || job.arrived) throw InternalError("only floats of 32 bits come in segments");
+  const size_t nbytes = static_cast<size_t>(job.count) * sizeof(float);
+  auto* wide = reinterpret_cast<float*>(job.scratch.get(Scratch::kWide, nbytes));
+  widen(job.dtype, wide, job.data, job.count);
+  run(job, wide);
+  narrow(job.dtype, job.data, wide, job.count);
+}
+
+std::vector<Stretch> stretches(const Coding& coding, int64_t begin, int64_t count, int64_t step) {
+  if (step == 0) {
+    const int64_t tiles = std::max<int64_t>(1, kMessageNbytes / coding.wire_nbytes(kTile));
+    step = kTile * std::max(tiles, count / kMostMessages / kTile + 1);
+  }
+  std::vector<Stretch> all;
+  int64_t at = 0;
+  for (int64_t done = 0; done < count; done += step) {
+    const int64_t n = std::min(step, count - done);
+    all.push_back({begin + done, n, at, coding.wire_nbytes(n)});
+    at += all.back().nbytes;
+  }
+  return all;
+}
+
+void encode(Job& job, const float* data, float* residual, const Stretch& stretch, char* wire) {
+  const float* values = data + stretch.begin;
+  job.group.touch(static_cast<size_t>(stretch.count * 4 + stretch.nbytes));
+  if (!residual) return job.coding->encode(values, stretch.count, wire);
+  job.coding->encode_rest(values, residual + stretch.begin, stretch.count, wire);
+}
+
+void add_up(const Job& job, const std::vector<const char*>& wires, int64_t count, float* sum) {
+  std::fill_n(sum, count, 0.0f);
+  for (const char* wire : wires) job.coding->decode_add(wire, count, sum);
+  const void* srcs[] = {sum};
+  if (!job.finish.identity()) reduce(DType::kF32, ReduceOp::kSum, sum, srcs, 1, count, job.finish);
+}
+
+}  // namespace bagua

@@ -1,0 +1,37 @@
+// What the collectives that send through a codec have in common. Only floats of 32 bits are coded,
+// whatever a job's elements are.
+#pragma once
+
+#include <vector>
+
+#include "collective/collective.h"
+
+namespace bagua {
+
+inline bool float_like(DType dtype) {
+  return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16;
+}
+
+// Calls run(job, data) with the job's elements as floats, in place.
+void on_floats(Job& job, void (*run)(Job&, float*));
+
+// Values that are worked on at a time, small enough for a core's cache; a multiple of every block.
+constexpr int64_t kTile = 32 << 10;
+
+// Consecutive values, and where their bytes are in a wire.
+struct Stretch {
+  int64_t begin, count;
+  int64_t at, nbytes;
+};
+
+// `count` values from `begin` on, `step` at a time; 0: as many as are worth a message.
+std::vector<Stretch> stretches(const Coding& coding, int64_t begin, int64_t count,
+                               int64_t step = 0);
+
+// Encodes these of the values in `data`; `residual`, null or for all of data, says what is lost.
+void encode(Job& job, const float* data, float* residual, const Stretch& stretch, char* wire);
+
+// Adds up what everyone's wires say of a tile's values, in order, and finishes the sum.
+void add_up(const Job& job, const std::vector<const char*>& wires, int64_t count, float* sum);
+
+}  // namespace bagua
