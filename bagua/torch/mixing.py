@@ -81,7 +81,7 @@ class Mixing(BetweenSteps):
     def _drain(self) -> None:
         if self._launched:
             self._finish()
-        super()._land()
+        super()._drain()
 
     def _settles_early(self) -> bool:
         """Whether this rank alone encodes its values, and so has its new ones at once."""
@@ -96,7 +96,7 @@ class Mixing(BetweenSteps):
 
     def _kept(self) -> dict[str, list[torch.Tensor]]:
         if self._exchange.mirrors:
-            super()._land()
+            land_all(self._pieces)
         return super()._kept()
 
     def _all_equal(self) -> None:

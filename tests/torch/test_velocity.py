@@ -59,10 +59,9 @@ def test_without_a_codec_it_is_momentum(everyone, hvd, warmup_steps):
             torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.ranks(2, 3)
 def test_is_what_one_loop_over_all_ranks_gives(everyone, hvd):
     """What did not travel keeps its momentum, what did begins anew."""
-    if everyone.size == 1:
-        return  # nothing travels
     (param,), optimizer = made(hvd, DEEP, shapes=[(60, 90)])
     coding = core.Coding("topk", 205, "raw")
     velocities = np.zeros((everyone.size, 60 * 90), np.float32)
@@ -141,9 +140,10 @@ def test_what_makes_no_sense(hvd):
     for inner in (torch.optim.SGD(params, lr=0.1, momentum=0.9), torch.optim.Adam(params)):
         with pytest.raises(hvd.UsageError, match="momentum of its own"):
             hvd.DistributedOptimizer(inner, algorithm=DEEP)
-    sgd = torch.optim.SGD(params, lr=0.1)
+    with pytest.raises(hvd.UsageError, match="leave op=SUM out"):
+        late = Algorithm(momentum_correction=0.5, warmup_steps=4)
+        hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.1), op=hvd.Sum, algorithm=late)
     for mistake in (
-        lambda: hvd.DistributedOptimizer(sgd, op=hvd.Sum, algorithm="topk").set_algorithm(DEEP),
         lambda: Algorithm(momentum_correction=1.0),
         lambda: Algorithm(momentum_correction=0.9, what="delta"),
         lambda: Algorithm(momentum_correction=0.9, low_rank=2),
