@@ -24,7 +24,7 @@ ifneq ($(words $(CURDIR)),1)
 $(error the path of this clone, $(CURDIR), has a space, which MPI's compiler wrapper cannot cope with; move it)
 endif
 
-.PHONY: help dev demo test test-csrc test-python lint format sanitize bench clean googletest
+.PHONY: help dev demo test test-csrc test-python test-parallel lint format sanitize bench clean googletest
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,13 +37,16 @@ demo: dev ## train a small model with 2 ranks (NP=n for another number) by three
 	$(PIP) -e '.[bench]' --no-build-isolation
 	$(BIN)/bagua-run -np $(NP) $(BIN)/python examples/compare.py
 
-test: test-csrc test-python ## every test: C++ over threads, Python over MPI processes
+test: test-csrc test-python ## the tests: C++ over threads, Python over MPI processes
 
 test-csrc: $(STAMP)/tools googletest
 	@$(call ctest,build/csrc,RelWithDebInfo,)
 
 test-python: dev
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(or $(PYTEST_ARGS),--ignore=tests/parallel)
+
+test-parallel: dev ## tests of what runs tests over MPI processes
+	@$(BIN)/python -m pytest tests/parallel
 
 lint: $(STAMP)/extension ## ruff, mypy and clang-format, changing nothing
 	@status=0

@@ -17,13 +17,18 @@ def interleaved(
     rounds: int,
     meet: Run,
     turn: int = 5,
+    in_a_row: bool = False,
 ) -> dict[str, dict[str, float]]:
-    """Median and minimum seconds of each run over so many rounds. Ranks meet before each run."""
+    """Median and minimum seconds of each run over so many rounds of `turn` runs.
+
+    Ranks meet before each run; or, of runs that are a meeting themselves, before each row of them.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(1 + rounds):
         for name, run in runs.items():
             for again in range(1 + turn):
-                meet()
+                if not (again and in_a_row):
+                    meet()
                 start = time.perf_counter()
                 run()
                 elapsed = time.perf_counter() - start

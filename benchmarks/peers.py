@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
 import socket
@@ -54,6 +55,7 @@ class Gloo:
                 port = probe.getsockname()[1]
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(comm.bcast(port)))
         torch.distributed.init_process_group("gloo", rank=comm.rank, world_size=comm.size)
+        atexit.register(torch.distributed.destroy_process_group)  # its threads abort the end else
         self._max = torch.distributed.ReduceOp.MAX
 
     def allreduce(self, tensor: torch.Tensor, name: str) -> None:
@@ -70,9 +72,6 @@ class Gloo:
     def trainer(self, model: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
         return wrapped, torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def close(self) -> None:
-        torch.distributed.destroy_process_group()
 
 
 class RawMpi:

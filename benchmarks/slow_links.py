@@ -110,8 +110,7 @@ def measure(names: list[str], rounds: int, address: str) -> dict[str, Figure]:
     comm = MPI.COMM_WORLD
     torch.manual_seed(comm.rank)
     inputs = torch.randn(64, 784)
-    gloo = Gloo(comm, address)
-    others: list[Any] = [Alone(), gloo, *horovods()]
+    others: list[Any] = [Alone(), Gloo(comm, address), *horovods()]
     systems = {other.name: Turns(other, inputs) for other in others}
     for name, algorithm in all_algorithms(OPTIONS).items():
         if name in names:
@@ -120,7 +119,6 @@ def measure(names: list[str], rounds: int, address: str) -> dict[str, Figure]:
         for turns in systems.values():
             turns.take(comm.Barrier, number > 0)
     mine = {name: turns.end() for name, turns in systems.items()}
-    gloo.close()  # its threads outlive the interpreter otherwise
     everyone = comm.allgather(mine)
     return {
         name: Figure(

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, Union
 
 from bagua.common import mpi
@@ -88,15 +89,15 @@ class World:
         settings = asdict(self.config)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             settings["inline_drive"] = False  # keeps all MPI on the coordination thread
-        places = comm.allgather((os.getpid(), _usable_cores()))
-        near = [cores for host, (_, cores) in zip(hosts, places) if host == hosts[self.rank]]
-        self.core_count = _share(places[self.rank][1], near)
+        places = comm.allgather((os.getpid(), _machine(), _usable_cores()))
+        _, machine, mine = places[self.rank]
+        self.core_count = _share(mine, [cores for _, at, cores in places if at == machine])
         if settings["helpers"] < 0:
             settings["helpers"] = min(max(self.core_count - 1, 0), _MOST_HELPERS)
         settings["helpers"] = int(settings["helpers"])
         if self.core_count < 1:
             settings["spin_us"] = 0.0  # spinning would take the core a peer needs
-        names = [f"host {host}, pid {pid}" for host, (pid, _) in zip(hosts, places)]
+        names = [f"host {host}, pid {pid}" for host, (pid, *_) in zip(hosts, places)]
         listener, address = None, None
         if self.rank == 0:
             try:
@@ -362,6 +363,14 @@ def _by_host(hosts: list[str]) -> list[list[int]]:
     for number, host in enumerate(hosts):
         places.setdefault(host, []).append(number)
     return list(places.values())
+
+
+def _machine() -> str:
+    """What shares its cores: containers have names of their own, but one kernel."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def _usable_cores() -> frozenset[int]:
