@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
-CXX_FILES = $(shell find csrc tests/csrc -name '*.cc' -o -name '*.h' 2>/dev/null)
+CXX_FILES = $(shell find csrc tests/csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' 2>/dev/null)
 BUILD_FILES = setup.py CMakeLists.txt $(wildcard cmake/*.cmake) bagua/version.py
 
 # MPI's compiler wrapper prints its folders unquoted.
@@ -24,7 +24,7 @@ ifneq ($(words $(CURDIR)),1)
 $(error the path of this clone, $(CURDIR), has a space, which MPI's compiler wrapper cannot cope with; move it)
 endif
 
-.PHONY: help dev demo test test-csrc test-python test-parallel lint format sanitize bench clean googletest
+.PHONY: help dev demo test test-csrc test-python test-pretended test-parallel lint format sanitize bench clean googletest
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,6 +44,10 @@ test-csrc: $(STAMP)/tools googletest
 
 test-python: dev
 	@$(BIN)/python -m pytest $(or $(PYTEST_ARGS),--ignore=tests/parallel)
+
+# All but what rests on gradients being exchanged where they are, which those on a device are not.
+test-pretended: dev ## tests of the frontend whose tensors are taken for those of a device
+	@PRETEND_GPU=1 $(BIN)/python -m pytest tests/torch -k 'np2 and not late_contribution_elsewhere'
 
 test-parallel: dev ## tests of what runs tests over MPI processes
 	@$(BIN)/python -m pytest tests/parallel

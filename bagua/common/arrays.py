@@ -21,6 +21,9 @@ class Arrays(Protocol):
     def describe(self, array: Any) -> tuple[int, int, Sequence[int]]:
         """Address, number of the element type, and shape of a contiguous array."""
 
+    def device(self, array: Any) -> int:
+        """The number of the device whose memory it is in, or -1 for the host's."""
+
     def empty(self, shape: Sequence[int], like: Any) -> Any:
         """A new contiguous array of the same element type and device."""
 
@@ -58,6 +61,9 @@ class NumpyArrays:
                 f"dtype {array.dtype} cannot be exchanged; supported are {', '.join(DTYPES)}"
             )
         return core.address(array), number, array.shape
+
+    def device(self, array: Any) -> int:
+        return -1
 
     def empty(self, shape: Sequence[int], like: Any) -> Any:
         return np.empty(shape, self._view(like).dtype)

@@ -309,7 +309,7 @@ class Operations:
         for source, out in pairs:
             address, dtype, shape = describe(source)
             out_address = 0 if out is None else address if out is source else describe(out)[0]
-            tensors.append((address, out_address, dtype, shape))
+            tensors.append((address, out_address, dtype, shape, self._arrays.device(source)))
         return core.submit(  # type: ignore[no-any-return]
             world().engine,
             kind,

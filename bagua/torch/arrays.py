@@ -7,22 +7,60 @@ from typing import Any
 
 import torch
 
+from bagua.common.core import core
 from bagua.common.errors import UsageError
-from bagua.common.kinds import DTYPES
+from bagua.common.kinds import DTYPE_NUMBER, DTYPES
+from bagua.common.world import world
 
 _DTYPE_NUMBER = {getattr(torch, name): number for number, name in enumerate(DTYPES)}
 
 
+_host = -1  # or a pretended device
+
+
+def device_of(tensor: torch.Tensor) -> int:
+    """The number of its device; -1 is the host."""
+    return _host if tensor.is_cpu else tensor.get_device()
+
+
+def arena_of(like: torch.Tensor, dtype: torch.dtype, **about: Any) -> tuple[Any, torch.Tensor]:
+    """A bucket of the engine on the tensor's device, and what is in its arena, in a row."""
+    on_device: list[torch.Tensor] = []
+
+    def allocate(nbytes: int) -> tuple[int, torch.Tensor]:
+        on_device.append(torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=like.device))
+        return on_device[0].data_ptr(), on_device[0]
+
+    bucket = core.Bucket(
+        engine=world().engine,
+        dtype=DTYPE_NUMBER[dtype_name(dtype)],
+        device=device_of(like),
+        allocate=allocate,
+        **about,
+    )
+    return bucket, on_device[0] if on_device else tensor_over(bucket, dtype)
+
+
+def tensor_over(memory: Any, dtype: torch.dtype) -> torch.Tensor:
+    if memoryview(memory).nbytes == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
 class TorchArrays:
-    """CPU tensors. Autograd never sees what happens here: memory is written behind its back."""
+    """Autograd never sees what happens here: memory is written behind its back."""
 
     def contiguous(self, tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
             raise UsageError(f"a torch.Tensor is needed, not {type(tensor).__name__}")
-        if not tensor.is_cpu:
+        if not tensor.is_cpu and not tensor.is_cuda:
             raise UsageError(
-                f"this version exchanges CPU tensors, not tensors on {tensor.device}; "
-                "move the tensor with .cpu()"
+                f"tensors on CPUs and NVIDIA's GPUs are exchanged, not one on {tensor.device}; "
+                "move it with .cpu()"
             )
         if tensor.layout is not torch.strided:
             raise UsageError(
@@ -42,13 +80,16 @@ class TorchArrays:
             )
         return tensor.data_ptr(), number, tensor.shape
 
+    def device(self, tensor: Any) -> int:
+        return device_of(tensor)
+
     def empty(self, shape: Sequence[int], like: Any) -> Any:
         return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
 
     def adopt(self, memory: Any, shape: Sequence[int], like: Any) -> Any:
         if 0 in shape:
             return self.empty(shape, like)
-        return torch.frombuffer(memory, dtype=like.dtype).view(tuple(shape))
+        return torch.frombuffer(memory, dtype=like.dtype).view(tuple(shape)).to(like.device)
 
     def assign(self, target: Any, source: Any) -> None:
         target.detach().copy_(source)

@@ -18,7 +18,7 @@ from bagua.common.objects import broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
 from bagua.torch import kept, ops
-from bagua.torch.buckets import dtype_name
+from bagua.torch.arrays import dtype_name
 from bagua.torch.checks import check_parameters, checked_names
 from bagua.torch.pieces import Piece, land_all, pieces_of
 

@@ -11,7 +11,8 @@ from bagua.algorithms import Algorithm, BucketInfo
 from bagua.common.kinds import ReduceOp
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
-from bagua.torch.buckets import Bucket, Fold, Slot, dtype_name
+from bagua.torch.arrays import dtype_name
+from bagua.torch.buckets import Bucket, Fold, Slot
 from bagua.torch.low_rank import LowRankBucket
 from bagua.torch.velocity import VelocityBucket
 
@@ -50,13 +51,13 @@ class Plan:
         return buckets
 
     def _split(self, run: Sequence[Slot], cut: bool) -> list[list[Slot]]:
-        """The run by element type and algorithm, each at most the bucket size, or one tensor."""
+        """The run by device, element type and algorithm; at most the bucket size, or one tensor."""
         done: list[list[Slot]] = []
-        filling: dict[tuple[torch.dtype, bool, str], tuple[list[Slot], int]] = {}
+        filling: dict[tuple[torch.device, torch.dtype, bool, str], tuple[list[Slot], int]] = {}
         for slot in run:
             slot.algorithm = self.algorithm.of(slot.name, tuple(slot.param.shape))
             slot.exact = self._is_exact(slot)
-            kind = (slot.param.dtype, slot.exact, repr(slot.algorithm))
+            kind = (slot.param.device, slot.param.dtype, slot.exact, repr(slot.algorithm))
             slots, nbytes = filling.get(kind, ([], 0))
             more = slot.param.numel() * slot.param.element_size()
             if slots and cut and nbytes + more > self.bucket_nbytes:

@@ -15,9 +15,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from bagua.algorithms import Algorithm, BucketInfo, Exchange
 from bagua.common.core import core
 from bagua.common.errors import UsageError
-from bagua.common.kinds import DTYPE_NUMBER, ReduceOp, Urgency
+from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.process_set import ProcessSet
-from bagua.common.world import world
+from bagua.torch.arrays import arena_of, tensor_over
 
 
 class _Claims:
@@ -119,10 +119,10 @@ class Bucket:
         # How many of a slot's residuals are of this rank alone.
         self.own_residuals = 0 if exchange.hierarchical else 1
         self.casts = slots[0].param.dtype != dtype  # gradients are compressed by a cast
-        self.arena = core.Bucket(
-            engine=world().engine,
+        self.arena, self._flat = arena_of(
+            slots[0].param,
+            dtype,
             name=name,
-            dtype=DTYPE_NUMBER[dtype_name(dtype)],
             counts=[slot.param.numel() for slot in slots],
             op=op,
             prescale=scales[0],
@@ -138,7 +138,7 @@ class Bucket:
         self.handle: Any | None = None
         self.stale = False  # a gradient changed after the launch
         self.watch: Callable[[Bucket], None] | None = None  # looks at what is about to travel
-        self._lay_out(dtype)
+        self._lay_out()
         self._params = [slot.param for slot in self.slots]
         self._notices = [slot.notice for slot in self.slots]
         # Exchanges of several contributions add up to one of their sum only if they are linear.
@@ -153,18 +153,11 @@ class Bucket:
     def _prepare(self, exchange: Exchange, process_set: ProcessSet) -> None:
         """What a kind of bucket has beside its arena."""
 
-    def _lay_out(self, dtype: torch.dtype) -> None:
-        if memoryview(self.arena).nbytes == 0:
-            flat = torch.empty(0, dtype=dtype)
-        else:
-            flat = torch.frombuffer(self.arena, dtype=dtype)
-        lost = [
-            torch.frombuffer(memory, dtype=torch.float32) if len(flat) else torch.empty(0)
-            for memory in self.arena.kept
-        ]
+    def _lay_out(self) -> None:
+        lost = [tensor_over(memory, torch.float32) for memory in self.arena.kept]
         for index, (slot, begin) in enumerate(zip(self.slots, self.arena.begins)):
             place = slice(begin, begin + slot.param.numel())
-            slot.enter(self, index, view_like(flat[place], slot.param))
+            slot.enter(self, index, view_like(self._flat[place], slot.param))
             slot.residuals = [residual[place] for residual in lost]
 
     def launch(self, urgency: Urgency = Urgency.NOW) -> None:
@@ -324,10 +317,6 @@ def _may_be_moved(slot: Slot, grad: torch.Tensor) -> bool:
         and _owner_count(grad) == _ONE_OWNER
         and not claims.contested
     )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).rpartition(".")[2]
 
 
 def view_like(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from bagua.common.kinds import ReduceOp
 from bagua.common.objects import allgather_object, broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
-from bagua.torch.buckets import dtype_name
+from bagua.torch.arrays import dtype_name
 
 
 def check_algorithm(

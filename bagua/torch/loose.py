@@ -82,6 +82,6 @@ def _as_sparse(param: torch.Tensor, grad: Any) -> torch.Tensor:
     """No gradient is a sparse one without entries."""
     if grad is not None:
         return grad.detach().to_sparse(1)
-    indices = torch.empty((1, 0), dtype=torch.int64)
-    values = torch.empty((0, *param.shape[1:]), dtype=param.dtype)
+    indices = torch.empty((1, 0), dtype=torch.int64, device=param.device)
+    values = torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device)
     return torch.sparse_coo_tensor(indices, values, tuple(param.shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -31,10 +32,11 @@ class LowRankBucket(Bucket):
         for slot in self.slots:
             rows, columns = slot.view.shape[0], slot.view[0].numel()
             rank_here = min(rank, rows, columns)
-            slot.residuals = [torch.zeros(rows, columns), torch.empty(rank_here, columns)]
-            self._wholes.append(torch.empty(rows, columns))
-            tall.append((slot.name, torch.empty(rank_here, rows)))
-            wide.append((slot.name, torch.empty(rank_here, columns)))
+            empty = partial(torch.empty, device=slot.view.device)
+            slot.residuals = [empty(rows, columns), empty(rank_here, columns)]
+            self._wholes.append(empty(rows, columns))
+            tall.append((slot.name, empty(rank_here, rows)))
+            wide.append((slot.name, empty(rank_here, columns)))
             self.forget(slot)
         plain = replace(exchange, low_rank=0)
         self._tall = Piece(f"{self.name}.p", tall, plain, process_set)
@@ -44,7 +46,8 @@ class LowRankBucket(Bucket):
         lost, factor = slot.residuals
         lost.zero_()
         # The same on every rank, and another one for every parameter.
-        factor.normal_(generator=torch.Generator().manual_seed(slot.number))
+        generator = torch.Generator().manual_seed(slot.number)
+        factor.copy_(torch.empty(factor.shape).normal_(generator=generator))
 
     @torch.no_grad()
     def start(self, urgency: Urgency) -> None:

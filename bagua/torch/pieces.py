@@ -10,10 +10,10 @@ import torch
 from bagua.algorithms import Exchange
 from bagua.common.core import core
 from bagua.common.errors import UsageError
-from bagua.common.kinds import DTYPE_NUMBER, Urgency
+from bagua.common.kinds import Urgency
 from bagua.common.process_set import ProcessSet
-from bagua.common.world import world
-from bagua.torch.buckets import dtype_name, view_like
+from bagua.torch.arrays import arena_of, tensor_over
+from bagua.torch.buckets import view_like
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -38,10 +38,10 @@ class Piece:
         dtype = wide(self.params[0])
         self._counts_ranks = exchange.what == "weight" and not exchange.mirrors
         peers = "" if exchange.peers == "all" else f"{exchange.peers}:{rounds}"
-        self._arena = core.Bucket(
-            engine=world().engine,
+        self._arena, self.flat = arena_of(
+            self.params[0],
+            dtype,
             name=name,
-            dtype=DTYPE_NUMBER[dtype_name(dtype)],
             counts=[p.numel() for p in self.params] + [1] * self._counts_ranks,
             op=exchange.op,
             prescale=1.0,
@@ -54,11 +54,10 @@ class Piece:
             peers=peers,
             background=exchange.when == "background",
         )
-        self.flat = _tensor(self._arena, dtype)
         self._begins = list(self._arena.begins)
         self.views = self.views_of(self.flat)
         # What the engine keeps of each value until the next time.
-        self.kept = [_tensor(memory, torch.float32) for memory in self._arena.kept]
+        self.kept = [tensor_over(memory, torch.float32) for memory in self._arena.kept]
         self._handle: Any | None = None
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -133,20 +132,24 @@ def pieces_of(
     nbytes: float,
     rounds: int,
 ) -> list[Piece]:
-    """The parameters in order, cut into pieces of one element type and at most so many bytes."""
+    """The parameters in order, cut into pieces of at most so many bytes.
+
+    Those of a piece are of one element type, and on one device.
+    """
     done: list[list[tuple[str, torch.Tensor]]] = []
-    filling: dict[torch.dtype, tuple[list[tuple[str, torch.Tensor]], int]] = {}
+    filling: dict[Any, tuple[list[tuple[str, torch.Tensor]], int]] = {}
     for name, param in named:
         dtype = wide(param)
         if exchange.codec != "raw" and dtype != torch.float32:
             raise UsageError(f"{name} is {param.dtype}; codecs carry floats of 32 and 16 bits")
-        some, filled = filling.get(dtype, ([], 0))
+        kind = (dtype, param.device)
+        some, filled = filling.get(kind, ([], 0))
         more = param.numel() * dtype.itemsize
         if some and filled + more > nbytes:
             done.append(some)
             some, filled = [], 0
         some.append((name, param))
-        filling[dtype] = (some, filled + more)
+        filling[kind] = (some, filled + more)
     done += [some for some, _ in filling.values() if some]
     return [
         Piece(f"{prefix}.{number}", some, exchange, process_set, rounds)
@@ -159,9 +162,3 @@ def wide(param: torch.Tensor) -> torch.dtype:
     if not param.dtype.is_floating_point:
         raise UsageError(f"weights of type {param.dtype} cannot be averaged between steps")
     return torch.float64 if param.dtype == torch.float64 else torch.float32
-
-
-def _tensor(memory: Any, dtype: torch.dtype) -> torch.Tensor:
-    if memoryview(memory).nbytes == 0:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype)

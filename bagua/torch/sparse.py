@@ -24,7 +24,7 @@ def sparse_allreduce_async(
         ops._refuse(Kind.ALLGATHER, name, process_set, f"a sparse COO tensor is needed, not {what}")
     tensor = tensor.detach()
     # The engine compares what is exchanged, so the dense shape goes along as a row of its own.
-    shape = torch.tensor([[tensor.sparse_dim(), *tensor.shape]])
+    shape = torch.tensor([[tensor.sparse_dim(), *tensor.shape]], device=tensor.device)
     gathering = ops.grouped_allgather_async(
         [tensor._indices().t(), tensor._values(), shape], name, process_set
     )

@@ -47,4 +47,5 @@ class VelocityBucket(Bucket):
                 # A NaN or an Inf is told once, not for ever.
                 velocity.copy_(moved).nan_to_num_(0.0, 0.0, 0.0)
                 if self._sees_what_went and lost:
-                    velocity.mul_(view_like(lost[0], slot.param) != 0)
+                    held_back = view_like(lost[0], slot.param) != 0
+                    velocity.mul_(held_back.to(velocity.device))

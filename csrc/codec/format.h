@@ -13,11 +13,7 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __CUDACC__
-#define BAGUA_BOTH __host__ __device__ inline
-#else
-#define BAGUA_BOTH [[gnu::always_inline]] inline
-#endif
+#include "common/both.h"
 
 namespace bagua {
 
@@ -54,7 +50,8 @@ BAGUA_BOTH V greater(V a, V b) {
   return a > b ? a : b;
 }
 
-// The least and the greatest value, and whether some value is no finite number.
+// The least and the greatest value, and whether some value is no finite number. Which of two zeros
+// is the least depends on their order, so heads must not tell.
 template <class V, class I>
 struct Extremes {
   V lo, hi;
@@ -74,6 +71,7 @@ struct Extremes {
     bad |= other.bad;
   }
   static constexpr bool kPadsWithFirst = true;
+  static constexpr bool kInAnyOrder = true;
 };
 
 // The greatest magnitude, as its bits: those of a NaN are above all others.
@@ -84,6 +82,7 @@ struct Magnitude {
   BAGUA_BOTH void add(V, I bits) { top = greater(bits & 0x7fffffff, top); }
   BAGUA_BOTH void merge(const Magnitude& other) { top = greater(other.top, top); }
   static constexpr bool kPadsWithFirst = false;
+  static constexpr bool kInAnyOrder = true;
 };
 
 // The sum of magnitudes over 2048, so that it stays finite.
@@ -95,6 +94,7 @@ struct AbsoluteSum {
   BAGUA_BOTH void add(V x, I) { sum += (x < 0 ? -x : x) * kOver; }
   BAGUA_BOTH void merge(const AbsoluteSum& other) { sum += other.sum; }
   static constexpr bool kPadsWithFirst = false;
+  static constexpr bool kInAnyOrder = false;
 };
 
 }  // namespace bagua

@@ -29,7 +29,8 @@ struct MinMax {
 
   BAGUA_BOTH static Head head_of(const Extremes<float, int32_t>& all, int) {
     if (all.bad) return {not_a_number(), 0.0f};
-    return {all.lo, all.hi / kTop - all.lo / kTop};
+    const float lo = all.lo + 0.0f, hi = all.hi + 0.0f;  // a zero is a positive one
+    return {lo, hi / kTop - lo / kTop};
   }
   BAGUA_BOTH static Coder coder_of(const Head& head) {
     return {head.lo, head.step, inverse_or_zero(head.step)};

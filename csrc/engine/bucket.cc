@@ -44,11 +44,12 @@ bool Bucket::in_an_arena(const char* data) {
 
 Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
                const std::vector<int64_t>& slot_counts, Description exchange, int32_t set,
-               int32_t priority, int kept)
+               int32_t priority, int kept, Device* device, const Allocate& allocate)
     : engine_(std::move(engine)),
       name_(std::move(name)),
       dtype_(dtype),
       set_(set),
+      device_(device),
       description_(std::move(exchange)),
       counts_(slot_counts),
       is_ready_(slot_counts.size()),
@@ -56,7 +57,8 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
   description_.priority = priority;
   const auto item = static_cast<int64_t>(dtype_nbytes(dtype));
   const bool adasum = description_.op == ReduceOp::kAdasum;  // weighs every tensor by itself
-  const bool anywhere = !adasum && description_.peers.empty() && engine_->exchanges_anywhere(set);
+  const bool anywhere =
+      !device && !adasum && description_.peers.empty() && engine_->exchanges_anywhere(set);
   movable_ = anywhere && description_.codec.empty();
   std::vector<int> alone;
   for (size_t i = 0; i < counts_.size(); ++i) {
@@ -67,7 +69,8 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
   part_of_.assign(slot_counts.size(), -1);
   const int64_t shared = add_slots(together_);
   add_slots(alone);
-  arena_ = engine_->allocate(static_cast<size_t>(nbytes()));
+  const auto arena_nbytes = static_cast<size_t>(nbytes());
+  arena_ = device ? allocate(arena_nbytes) : engine_->allocate(arena_nbytes);
   {
     std::lock_guard<std::mutex> lock(arenas().mutex);
     arenas().ends[arena_.get()] = arena_.get() + nbytes();
@@ -103,7 +106,7 @@ std::vector<bool> Bucket::large() const {
 void Bucket::add_part(int64_t begin, int64_t count) {
   char* data = arena_.get() + begin * static_cast<int64_t>(dtype_nbytes(dtype_));
   description_.add_tensor(dtype_, {count});
-  parts_.push_back({data, data});
+  parts_.push_back({data, data, device_ != nullptr});
 }
 
 bool Bucket::ready(int slot) {
@@ -124,9 +127,27 @@ bool Bucket::ready_but_not_last(int slot) {
   return true;
 }
 
+void Bucket::came_by(Device::Stream stream) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end())
+    streams_.push_back(stream);
+}
+
+void Bucket::meet(Device::Stream stream) {
+  std::vector<Device::Stream> streams;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    streams.swap(streams_);
+  }
+  for (const Device::Stream other : streams)
+    if (other != stream) device_->follow(stream, device_->mark(other));
+}
+
 HandlePtr Bucket::launch(Engine::Urgency urgency, const std::vector<Place>& places,
-                         std::shared_ptr<void> keepalive) {
+                         std::shared_ptr<void> keepalive, std::vector<Device::Mark> starts) {
   auto request = start_over();
+  request->device = device_;
+  request->starts = std::move(starts);
   bool scattered = false;
   for (const Place& place : places) {
     const int part = part_of_.at(static_cast<size_t>(place.slot));

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -14,11 +15,15 @@ namespace bagua {
 
 class Bucket {
  public:
+  // The memory of a device, of so many bytes, zeros.
+  using Allocate = std::function<std::shared_ptr<char>(size_t)>;
+
   // `exchange` describes what the launch asks for, without tensors. What it needs for
-  // the next time, see Job::kept, is so many floats per value.
+  // the next time, see Job::kept, is so many floats per value, in the host's memory. The arena is
+  // there, too, unless there is a device.
   Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
          const std::vector<int64_t>& slot_counts, Description exchange, int32_t set,
-         int32_t priority, int kept = 0);
+         int32_t priority, int kept = 0, Device* device = nullptr, const Allocate& allocate = {});
 
   ~Bucket();
   Bucket(const Bucket&) = delete;
@@ -26,6 +31,7 @@ class Bucket {
   static bool in_an_arena(const char* data);
 
   const std::shared_ptr<Engine>& engine() const { return engine_; }
+  Device* device() const { return device_; }
   char* data() const { return arena_.get(); }
   int64_t nbytes() const { return count_ * static_cast<int64_t>(dtype_nbytes(dtype_)); }
   DType dtype() const { return dtype_; }
@@ -50,17 +56,22 @@ class Bucket {
   bool quiet() const { return quiet_; }
   // Like ready(), but leaves the last slot to somebody who then calls ready(): false for that one.
   bool ready_but_not_last(int slot);
+  // On a device: a slot's values come by this stream.
+  void came_by(Device::Stream stream);
+  // Makes one stream wait for all of those.
+  void meet(Device::Stream stream);
   // Slots not ready since the last launch.
   std::vector<int> missing() const;
   // Starts the exchange and counts anew. Some slots may be at other places this time, which
-  // `keepalive` owns; in ascending order.
+  // `keepalive` owns; in ascending order. On a device the values are there from `starts` on.
   struct Place {
     int slot;
     char* data;
     bool in_place = true;  // else the result goes to the arena; not of a large slot
   };
   HandlePtr launch(Engine::Urgency urgency, const std::vector<Place>& places = {},
-                   std::shared_ptr<void> keepalive = nullptr);
+                   std::shared_ptr<void> keepalive = nullptr,
+                   std::vector<Device::Mark> starts = {});
   // Does not take part this time: throws a UsageError, here and on the ranks that launch.
   void refuse(const std::string& problem);
 
@@ -74,6 +85,7 @@ class Bucket {
   const std::string name_;
   const DType dtype_;
   const int32_t set_;
+  Device* const device_;
   std::vector<int64_t> begins_;
   int64_t count_ = 0;  // elements, padding included
   std::shared_ptr<char> arena_;
@@ -87,8 +99,9 @@ class Bucket {
 
   std::atomic<bool> quiet_{false};
   mutable std::mutex mutex_;
-  std::vector<bool> is_ready_;  // mutex_
-  size_t left_ = 0;             // mutex_: slots not ready yet
+  std::vector<bool> is_ready_;           // mutex_
+  size_t left_ = 0;                      // mutex_: slots not ready yet
+  std::vector<Device::Stream> streams_;  // mutex_
 };
 
 }  // namespace bagua

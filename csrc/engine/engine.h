@@ -135,6 +135,7 @@ class Engine {
   void run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed,
                   std::vector<Entry>& forgotten);
   void exchange(const Set& set, const std::vector<RequestPtr>& requests);
+  Staging* staging_for(const std::vector<RequestPtr>& requests);
   void tell_choice(const Collective& row, const Job& job);
   RequestPtr stand_in(const Set& set, const Entry& entry);
   void run_special(Request& request);
@@ -169,6 +170,7 @@ class Engine {
   double heard_s_ = 0;
   std::unique_ptr<Waiter> waiter_;
   std::unique_ptr<Scratch> scratch_;
+  std::map<Device*, std::unique_ptr<Staging>> stagings_;
   std::unique_ptr<Crew> crew_;  // while a caller waits, this rank's other cores are idle
   std::map<int32_t, Set> sets_;
   int32_t next_set_ = 1;

@@ -180,15 +180,36 @@ void Engine::run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed,
 void Engine::exchange(const Set& set, const std::vector<RequestPtr>& requests) {
   Group group(*transport_, *waiter_, set.ranks, set.me);
   run_special(*requests[0]);
+  Staging* staging = staging_for(requests);
+  if (staging) staging->begin(requests, group);
   run_exchange(
       requests, group, set.ranks,
       {*scratch_, config_.allreduce, config_.fusion_nbytes, caller_drives_ ? crew_.get() : nullptr,
        [this](const Collective& row, const Job& job) { tell_choice(row, job); },
-       [this, &requests] { announce(requests); }});
+       [this, &requests, staging] {
+         if (staging) staging->end();
+         announce(requests);
+       },
+       staging});
+  if (staging) staging->end();
   sent_nbytes_ += group.sent_nbytes();
   touched_nbytes_ += group.touched_nbytes();
   ++exchange_count_;
   complete(requests, nullptr);
+}
+
+// Null if all are in the host's memory.
+Staging* Engine::staging_for(const std::vector<RequestPtr>& requests) {
+  Device* device = nullptr;
+  for (const RequestPtr& request : requests)
+    if (request->device) device = request->device;
+  if (!device) return nullptr;
+  auto& staging = stagings_[device];
+  if (!staging) {
+    staging = std::make_unique<Staging>(*device, arenas());
+    log_.write(LogLevel::kInfo, "tensors on " + device->name() + " go through the host's memory");
+  }
+  return staging.get();
 }
 
 // Who waits for the values may go on.
@@ -262,6 +283,7 @@ void Engine::complete(const std::vector<RequestPtr>& requests, const FailurePtr&
   for (const RequestPtr& request : requests) {
     if (failure) request->handle->outputs.clear();
     request->handle->failure_ = failure;
+    if (!failure && request->handle->device()) request->handle->keepalive_ = request->keepalive;
     request->keepalive.reset();
   }
   std::lock_guard<std::mutex> lock(mutex_);

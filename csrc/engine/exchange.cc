@@ -25,11 +25,25 @@ int member_of(const std::vector<int>& ranks, int rank) {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
 
+// Elements that come from a device do so while the exchange goes on with others, if it can.
+void connect(Job& job, const Collective& row, Staging& staging) {
+  const bool in_segments = !job.coding || job.dtype == DType::kF32;
+  if (!row.pipelined || !job.data || !in_segments) return staging.need();
+  const auto item = static_cast<int64_t>(job.item());
+  job.prepare = [&job, &staging, item](int64_t begin, int64_t count) {
+    staging.need(job.data + begin * item, static_cast<size_t>(count * item));
+  };
+  job.arrived = [&job, &staging, item](int64_t begin, int64_t count) {
+    staging.give(job.data + begin * item, static_cast<size_t>(count * item));
+  };
+}
+
 void run(OpKind kind, Job& job, const Workbench& bench) {
   const bool named = kind == OpKind::kAllreduce;
   const Collective& row = choose_collective(kind, job, named ? bench.allreduce : "auto");
   bench.chosen(row, job);
   job.crew = bench.crew;
+  if (bench.staging) connect(job, row, *bench.staging);
   if (job.fragments.empty() || row.scattered) return row.run(job);
   const auto item = static_cast<int64_t>(job.item());
   job.data = bench.scratch.get(Scratch::kFusion, job.nbytes());
@@ -174,6 +188,7 @@ void exchange_allreduce(const std::vector<RequestPtr>& requests, Group& group,
     job.exact_in_nodes = d.exact_in_nodes;
     // Not of fragments: results come to them at the end.
     if (job.data && tensors.size() == 1) job.values_final = bench.values_final;
+    if (bench.staging && (!is_linear(d.op) || group.size() == 1)) bench.staging->need();
     if (!is_linear(d.op)) scale_all(job, d.prescale);
     if (group.size() == 1) return scale_all(job, finish.factor);
     run(OpKind::kAllreduce, job, bench);
@@ -268,6 +283,7 @@ void exchange_reducescatter(const Request& request, Group& group, const Workbenc
     job.out = request.parts[i].out;
     if (!is_linear(d.op) && d.prescale != 1) {
       const int64_t nbytes = infos[i].count() * static_cast<int64_t>(job.item());
+      if (bench.staging) bench.staging->need();
       char* scaled = bench.scratch.get(Scratch::kFusion, static_cast<size_t>(nbytes));
       copy(group, scaled, job.in, static_cast<size_t>(nbytes));
       scale(job.dtype, scaled, infos[i].count(), d.prescale);

@@ -8,6 +8,7 @@
 
 #include "collective/collective.h"
 #include "engine/request.h"
+#include "engine/staging.h"
 
 namespace bagua {
 
@@ -22,6 +23,7 @@ struct Workbench {
   Crew* crew;                                                 // null when the cores are the model's
   std::function<void(const Collective&, const Job&)> chosen;  // told before each collective runs
   std::function<void()> values_final;  // of all requests, though the exchange goes on
+  Staging* staging = nullptr;  // where tensors on a device are brought; null: there are none
 };
 
 // Requests of one kind, alike in everything but their tensors, in agreed order. `ranks` are the

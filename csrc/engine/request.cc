@@ -1,8 +1,18 @@
 #include "engine/request.h"
 
 #include <algorithm>
+#include <thread>
 
 namespace bagua {
+
+// Nobody has waited for it, and memory of the device must not go while it is written to.
+Handle::~Handle() {
+  try {
+    while (keepalive_ && !device_->reached(end_)) std::this_thread::yield();
+  } catch (const Error&) {  // of a device that is broken, and writes no more
+  }
+}
+
 namespace {
 
 std::string shape_text(const std::vector<int64_t>& shape) {

@@ -10,6 +10,7 @@
 #include "common/bytes.h"
 #include "common/errors.h"
 #include "common/types.h"
+#include "device/device.h"
 
 namespace bagua {
 
@@ -84,6 +85,9 @@ struct Output {
 // Completion or a failure. Written by the driving thread before done becomes true, then read-only.
 class Handle {
  public:
+  Handle() = default;
+  ~Handle();
+  Handle(const Handle&) = delete;
   bool done() const { return done_.load(std::memory_order_acquire); }
   // The values are there, and stay as they are; the engine may still be at it.
   bool has_values() const { return has_values_.load(std::memory_order_acquire) || done(); }
@@ -92,12 +96,25 @@ class Handle {
     if (failure_) throw_failure(*failure_);
   }
 
+  // Of tensors on a device: what is given to the stream from now on finds the results. Once there
+  // are values.
+  void make_follow(Device::Stream stream) const {
+    if (device_) device_->follow(stream, end_);
+  }
+  // What the results were written to has a new owner, whose stream follows.
+  void let_go() { keepalive_.reset(); }
+  Device* device() const { return device_; }  // null: the results are in the host's memory
+
   std::vector<Output> outputs;  // allgather, alltoall: one per tensor
   int64_t value = -1;           // join: the last rank; add_process_set: the id
 
  private:
   friend class Engine;
+  friend class Staging;
   FailurePtr failure_;
+  Device* device_ = nullptr;
+  Device::Mark end_;
+  std::shared_ptr<void> keepalive_;  // of memory on the device, while results are on their way
   std::atomic<bool> done_{false};
   std::atomic<bool> has_values_{false};
 };
@@ -107,6 +124,7 @@ using HandlePtr = std::shared_ptr<Handle>;
 struct Part {
   const char* in = nullptr;
   char* out = nullptr;
+  bool on_device = false;  // the request's; else in the host's memory
 };
 
 struct Request {
@@ -115,13 +133,15 @@ struct Request {
   int32_t set = 0;
   Description description;
   std::vector<Part> parts;
-  std::vector<Fragment> fragments;  // where the first part is, if not in one place
-  Kept kept = {};                   // see Job
-  int64_t round = 0;                // how often this has been exchanged since it was agreed
-  std::vector<int64_t> rows;        // allgather, alltoall: this rank's, of each tensor
-  std::vector<int64_t> splits;      // alltoall: rows for each rank
-  std::string refusal;              // not empty: this rank cannot take part, and why
-  std::shared_ptr<void> keepalive;  // whatever owns the memory, until done
+  std::vector<Fragment> fragments;        // where the first part is, if not in one place
+  Kept kept = {};                         // see Job
+  int64_t round = 0;                      // how often this has been exchanged since it was agreed
+  std::vector<int64_t> rows;              // allgather, alltoall: this rank's, of each tensor
+  std::vector<int64_t> splits;            // alltoall: rows for each rank
+  Device* device = nullptr;               // where some parts are, or null
+  std::vector<Device::Mark> starts = {};  // of its streams: behind them the values are there
+  std::string refusal;                    // not empty: this rank cannot take part, and why
+  std::shared_ptr<void> keepalive;        // whatever owns the memory, until done
   HandlePtr handle = std::make_shared<Handle>();
 
   std::string label() const {

@@ -5,25 +5,26 @@
 #include <cstdint>
 #include <cstring>
 
+#include "common/both.h"
 #include "common/types.h"
 #include "kernel/isa.h"
 
 namespace bagua {
 
-inline uint32_t float_bits(float x) {
+BAGUA_BOTH uint32_t float_bits(float x) {
   uint32_t u;
-  std::memcpy(&u, &x, sizeof u);
+  memcpy(&u, &x, sizeof u);
   return u;
 }
-inline float bits_float(uint32_t u) {
+BAGUA_BOTH float bits_float(uint32_t u) {
   float x;
-  std::memcpy(&x, &u, sizeof x);
+  memcpy(&x, &u, sizeof x);
   return x;
 }
 
-inline float to_float(BF16 h) { return bits_float(static_cast<uint32_t>(h.bits) << 16); }
+BAGUA_BOTH float to_float(BF16 h) { return bits_float(static_cast<uint32_t>(h.bits) << 16); }
 
-inline BF16 to_bf16(float x) {
+BAGUA_BOTH BF16 to_bf16(float x) {
   const uint32_t u = float_bits(x);
   const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   const uint32_t quiet_nan = (u >> 16) | 0x40u;
@@ -31,7 +32,7 @@ inline BF16 to_bf16(float x) {
   return {static_cast<uint16_t>(nan ? quiet_nan : rounded)};
 }
 
-inline float to_float(F16 h) {
+BAGUA_BOTH float to_float(F16 h) {
   const uint32_t sign = static_cast<uint32_t>(h.bits & 0x8000u) << 16;
   const uint32_t magnitude = h.bits & 0x7fffu;
   // Rebias by multiplying with 2^112: one exact operation also for subnormals.
@@ -41,7 +42,7 @@ inline float to_float(F16 h) {
   return bits_float(sign | (special ? inf_nan : float_bits(scaled)));
 }
 
-inline F16 to_f16(float x) {
+BAGUA_BOTH F16 to_f16(float x) {
   const uint32_t u = float_bits(x);
   const uint32_t sign = (u >> 16) & 0x8000u;
   const uint32_t magnitude = u & 0x7fffffffu;

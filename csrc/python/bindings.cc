@@ -9,6 +9,7 @@
 #include "common/config.h"
 #include "common/log.h"
 #include "control/socket_channel.h"
+#include "device/device.h"
 #include "engine/bucket.h"
 #include "engine/engine.h"
 #include "engine/rings.h"
@@ -16,6 +17,7 @@
 #include "python/handle.h"
 #include "python/notice.h"
 #include "python/objects.h"
+#include "python/plain.h"
 #include "python/submit.h"
 #include "transport/mpi.h"
 #include "transport/node.h"
@@ -89,7 +91,7 @@ py::dict build_info() {
   std::vector<std::string> formats;
   for (const Codec& row : codecs()) formats.push_back(row.name);
   info["codecs"] = formats;
-  info["cuda"] = "not built";
+  info["cuda"] = cuda_compiled();
   info["nccl"] = "not built";
   return info;
 }
@@ -114,6 +116,8 @@ PYBIND11_MODULE(_core, m) {
   // In a forked child the engine's thread does not exist: nobody may ever wait for it.
   m.def("abandon", [](std::shared_ptr<Engine> engine) { new std::shared_ptr<Engine>(engine); });
   m.def("build_info", build_info);
+  m.def("cuda_devices", cuda_devices);
+  m.def("pretend", pretend);
   m.def("mpi_compiled", mpi_compiled);
 
   py::class_<SocketListener>(m, "Listener")
@@ -158,7 +162,8 @@ PYBIND11_MODULE(_core, m) {
       .def(py::init([](std::shared_ptr<Engine> engine, const std::string& name, int dtype,
                        const std::vector<int64_t>& counts, int op, double prescale,
                        double postscale, int set, int priority, const std::string& codec,
-                       bool exact_in_nodes, int kept, const std::string& peers, bool background) {
+                       bool exact_in_nodes, int kept, const std::string& peers, bool background,
+                       int device, const py::object& allocate) {
              Description d;
              if (!codec.empty()) parse_coding(codec);
              parse_peers(peers);
@@ -169,13 +174,21 @@ PYBIND11_MODULE(_core, m) {
              d.op = static_cast<ReduceOp>(op);
              d.prescale = prescale;
              d.postscale = postscale;
-             return std::make_shared<Bucket>(std::move(engine), name, static_cast<DType>(dtype),
-                                             counts, d, set, priority, kept);
+             // allocate(nbytes) -> (address, owner), of memory on the device
+             const auto on_device = [&](size_t nbytes) {
+               const auto memory = allocate(nbytes).cast<std::pair<uintptr_t, py::object>>();
+               return std::shared_ptr<char>(keep(memory.second.ptr()),
+                                            reinterpret_cast<char*>(memory.first));
+             };
+             return std::make_shared<Bucket>(
+                 std::move(engine), name, static_cast<DType>(dtype), counts, d, set, priority, kept,
+                 device == kHost ? nullptr : &device_of(device), on_device);
            }),
            py::arg("engine"), py::arg("name"), py::arg("dtype"), py::arg("counts"), py::arg("op"),
            py::arg("prescale"), py::arg("postscale"), py::arg("set"), py::arg("priority"),
            py::arg("codec") = "", py::arg("exact_in_nodes") = false, py::arg("kept") = 0,
-           py::arg("peers") = "", py::arg("background") = false)
+           py::arg("peers") = "", py::arg("background") = false, py::arg("device") = kHost,
+           py::arg("allocate") = py::none())
       .def_property_readonly("begins", &Bucket::begins)
       .def_property_readonly("kept",
                              [](const Bucket& b) {

@@ -19,7 +19,8 @@ Isa isa_named(const std::string& name) {
 
 Plain plain_of(const py::object& array, DType dtype, int64_t count) {
   Plain plain;
-  if (!read_plain(array.ptr(), plain) || plain.dtype != dtype || plain.count() < count)
+  if (!read_plain(array.ptr(), plain) || plain.device != kHost || plain.dtype != dtype ||
+      plain.count() < count)
     throw UsageError("a codec needs writable arrays in C order: float32 values, uint8 bytes");
   return plain;
 }

@@ -7,6 +7,8 @@
 #include <new>
 #include <utility>
 
+#include "python/plain.h"
+
 namespace bagua {
 namespace {
 
@@ -46,6 +48,11 @@ void wait_until(WaitSlice&& wait_slice) {
   }
 }
 
+// What the caller's stream is given next finds the results.
+void follow(const Handle& handle) {
+  if (handle.device()) handle.make_follow(current_stream(*handle.device()));
+}
+
 PyObject* wait(PyObject* self, PyObject*) {
   return guarded([&] {
     PyHandle& h = as_handle(self);
@@ -59,6 +66,8 @@ PyObject* wait(PyObject* self, PyObject*) {
     h.engine.reset();
     release_buried();
     h.handle->rethrow();
+    follow(*h.handle);
+    h.handle->let_go();
     if (!h.finish) return std::exchange(h.result, nullptr);
     PyObject* finish = std::exchange(h.finish, nullptr);
     PyObject* result = PyObject_CallOneArg(finish, self);
@@ -74,6 +83,7 @@ PyObject* wait_values(PyObject* self, PyObject*) {
     if (engine && !h.handle->has_values())
       wait_until([&](double slice_s) { return engine->wait_values(*h.handle, slice_s); });
     if (h.handle->done()) h.handle->rethrow();
+    follow(*h.handle);
     return new_ref(Py_None);
   });
 }

@@ -44,7 +44,8 @@ int64_t nbytes_of(const Plain& tensor) {
 }
 
 bool alike(const Plain& a, const Plain& b) {
-  return a.dtype == b.dtype && a.ndim == b.ndim && std::equal(a.shape, a.shape + a.ndim, b.shape);
+  return a.device == b.device && a.dtype == b.dtype && a.ndim == b.ndim &&
+         std::equal(a.shape, a.shape + a.ndim, b.shape);
 }
 
 PyObject* grad_of(PyObject* param) {
@@ -71,7 +72,7 @@ bool bring(Notice& notice, PyObject* grad) {
   if (!read_grad(notice, grad, source)) return false;
   if (grad == notice.view) return true;
   const auto nbytes = nbytes_of(source);
-  if (nbytes > kSmallNbytes) return false;
+  if (nbytes > kSmallNbytes || source.device != kHost) return false;
   plain_copy(notice.place.data, source.data, static_cast<size_t>(nbytes));
   return true;
 }
@@ -82,7 +83,7 @@ bool find(Notice& notice, PyObject* grad) {
   Plain source;
   if (!read_grad(notice, grad, source)) return false;
   if (grad == notice.view) return true;
-  if (nbytes_of(source) >= kLoneNbytes) return false;
+  if (nbytes_of(source) >= kLoneNbytes || source.device != kHost) return false;
   // A user may have made one parameter's result another one's gradient.
   if (Bucket::in_an_arena(source.data)) return false;
   read_at(notice, grad, source.data, false);
@@ -104,6 +105,8 @@ PyObject* call(PyObject* self, PyObject* args, PyObject*) {
     if (PyTuple_GET_SIZE(args) != 1) throw py::type_error("a notice takes one parameter");
     PyObject* param = PyTuple_GET_ITEM(args, 0);
     const Notice& notice = as_notice(self);
+    if (notice.bucket && notice.bucket->device())
+      notice.bucket->came_by(current_stream(*notice.bucket->device()));
     if (notice.bucket && notice.bucket->quiet() && notice.bucket->ready_but_not_last(notice.slot))
       return new_ref(Py_None);
     if (!notice.decide) return new_ref(Py_None);  // being collected
@@ -205,11 +208,14 @@ void for_each_pair(PyObject* const* args, Py_ssize_t count, F&& f) {
     f(i, PyList_GET_ITEM(args[0], i), PyList_GET_ITEM(args[1], i));
 }
 
-// Lets `f` do its part for every gradient; returns the positions of those it left.
+// Lets `f` do its part for every gradient; returns the positions of those it left. What the
+// caller's stream is given next finds gradients of a device.
 PyObject* try_all(PyObject* const* args, Py_ssize_t count, bool (*f)(Notice&, PyObject*)) {
   return guarded([&] {
     py::list left;
     for_each_pair(args, count, [&](Py_ssize_t i, PyObject* param, PyObject* notice) {
+      const auto& bucket = as_notice(notice).bucket;
+      if (i == 0 && bucket && bucket->device()) bucket->meet(current_stream(*bucket->device()));
       PyObject* grad = grad_of(param);
       Py_CLEAR(as_notice(notice).grad);
       if (!f(as_notice(notice), grad)) left.append(i);
@@ -240,7 +246,10 @@ PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t count) {
       owners.append(py::handle(notice.grad));
     }
     auto owner = places.empty() ? nullptr : keep(owners.ptr());
-    return make_handle(bucket->engine(), bucket->launch(urgency, places, std::move(owner)),
+    std::vector<Device::Mark> starts;
+    if (Device* device = bucket->device()) starts = {device->mark(current_stream(*device))};
+    return make_handle(bucket->engine(),
+                       bucket->launch(urgency, places, std::move(owner), std::move(starts)),
                        Py_None);
   });
 }

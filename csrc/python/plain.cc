@@ -1,10 +1,19 @@
 #include "python/plain.h"
 
+#include <pybind11/pybind11.h>
+
 #include <cstring>
+#include <string>
 #include <string_view>
 #include <unordered_map>
 
+#include "common/errors.h"
+#include "device/pretend.h"
+
 namespace bagua {
+
+namespace py = pybind11;
+
 namespace {
 
 // DLPack's wire format, https://dmlc.github.io/dlpack/latest/c_api.html (version 1.3).
@@ -25,10 +34,13 @@ struct DLExchange {
   void* managed_from_object;
   void* managed_to_object;
   int (*tensor_from_object)(void* object, DLTensor* out);
-  void* current_stream;
+  int (*current_stream)(int32_t device_type, int32_t device_id, void** stream);
 };
 constexpr uint32_t kMajor = 1;
 constexpr int32_t kCpu = 1;
+constexpr int32_t kCuda = 2;
+
+PretendDevice* pretended = nullptr;
 
 struct ElementType {
   uint8_t code, bits;
@@ -79,7 +91,8 @@ bool read_exchanged(const DLExchange& table, PyObject* object, Plain& plain) {
     PyErr_Clear();
     return false;
   }
-  if (t.device_type != kCpu || t.lanes != 1 || t.ndim > Plain::kMaxDims) return false;
+  if (t.device_type != kCpu && t.device_type != kCuda) return false;
+  if (t.lanes != 1 || t.ndim > Plain::kMaxDims) return false;
   const ElementType* type = nullptr;
   for (const ElementType& row : kElementTypes)
     if (row.code == t.code && row.bits == t.bits) type = &row;
@@ -92,6 +105,7 @@ bool read_exchanged(const DLExchange& table, PyObject* object, Plain& plain) {
   }
   if (!t.data && expected > 0) return false;
   plain.data = static_cast<char*>(t.data) + t.byte_offset;
+  plain.device = t.device_type == kCuda ? t.device_id : pretended ? pretended->number() : kHost;
   plain.dtype = type->dtype;
   plain.ndim = t.ndim;
   return !is_negated(object);
@@ -140,6 +154,7 @@ bool read_buffer(PyObject* object, Plain& plain) {
                   dtype_of_format(view.format, view.itemsize, plain.dtype);
   if (ok) {
     plain.data = static_cast<char*>(view.buf);
+    plain.device = kHost;
     plain.ndim = view.ndim;
     for (int i = 0; i < view.ndim; ++i) plain.shape[i] = view.shape[i];
   }
@@ -147,7 +162,36 @@ bool read_buffer(PyObject* object, Plain& plain) {
   return ok;
 }
 
+PyObject* torch_tensor() {
+  static PyObject* const type =
+      py::module_::import("torch").attr("Tensor").cast<py::object>().release().ptr();
+  return type;
+}
+
 }  // namespace
+
+Device& device_of(int number) {
+  if (pretended) return *pretended;
+  static int only = number;
+  if (number != only)
+    throw UsageError("a process has one GPU: this one began with cuda:" + std::to_string(only) +
+                     ", and here is a tensor on cuda:" + std::to_string(number) +
+                     "; call torch.cuda.set_device(local_rank()) first, and start a rank for each");
+  return find_device(number);
+}
+
+Device::Stream current_stream(const Device& device) {
+  if (pretended) return nullptr;
+  const DLExchange* table = exchange_of(reinterpret_cast<PyTypeObject*>(torch_tensor()));
+  void* stream = nullptr;
+  if (table && table->current_stream && table->current_stream(kCuda, device.number(), &stream) == 0)
+    return stream;
+  PyErr_Clear();
+  const auto raw = py::module_::import("torch._C").attr("_cuda_getCurrentRawStream");
+  return reinterpret_cast<Device::Stream>(raw(device.number()).cast<uintptr_t>());
+}
+
+void pretend(int work_us) { pretended = new PretendDevice(work_us); }
 
 bool read_plain(PyObject* tensor, Plain& plain) {
   if (const DLExchange* table = exchange_of(Py_TYPE(tensor)))

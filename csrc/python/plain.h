@@ -1,4 +1,4 @@
-// Tensors as they are: dense CPU memory in C order, read without calling Python.
+// Tensors as they are: dense memory in C order, read without calling Python.
 #pragma once
 
 #include <Python.h>
@@ -6,12 +6,14 @@
 #include <cstdint>
 
 #include "common/types.h"
+#include "device/device.h"
 
 namespace bagua {
 
 struct Plain {
   static constexpr int kMaxDims = 16;
   char* data;
+  int device;  // its number, or kHost
   DType dtype;
   int ndim;
   int64_t shape[kMaxDims];
@@ -26,5 +28,13 @@ struct Plain {
 // Reads objects whose type offers DLPack's C exchange table, as torch's tensors do, and writable
 // buffers, as NumPy's arrays. False, with no error set, for everything else and in doubt.
 bool read_plain(PyObject* tensor, Plain& plain);
+
+// The device of a tensor. There is one to a process: a UsageError tells of a second.
+Device& device_of(int number);
+// The stream that torch, on this thread, gives work to.
+Device::Stream current_stream(const Device& device);
+// For tests: torch's tensors in the host's memory are taken for those of a pretended device, each
+// copy of which takes so many microseconds.
+void pretend(int work_us);
 
 }  // namespace bagua

@@ -20,16 +20,24 @@ void add_tensor(Request& request, DType dtype, const int64_t* shape, size_t ndim
   if (any_rows && ndim > 0) d.layout[at + 2] = kAnyExtent;
 }
 
-// One (input address, output address, element type, shape).
+// Where a part is.
+void place(Request& request, int number) {
+  if (number == kHost) return;
+  request.device = &device_of(number);
+  request.parts.back().on_device = true;
+}
+
+// One (input address, output address, element type, shape, device).
 void add_described(Request& request, PyObject* tensor) {
-  if (PyTuple_GET_SIZE(tensor) != 4)
-    throw py::type_error("a tensor is (input, output, dtype, shape)");
+  if (PyTuple_GET_SIZE(tensor) != 5)
+    throw py::type_error("a tensor is (input, output, dtype, shape, device)");
   const auto address = [&](int i) {
     return reinterpret_cast<char*>(PyLong_AsVoidPtr(PyTuple_GET_ITEM(tensor, i)));
   };
   const std::vector<int64_t> shape = as_ints(PyTuple_GET_ITEM(tensor, 3));
   add_tensor(request, static_cast<DType>(as_int(PyTuple_GET_ITEM(tensor, 2))), shape.data(),
              shape.size(), {address(0), address(1)});
+  place(request, static_cast<int>(as_int(PyTuple_GET_ITEM(tensor, 4))));
 }
 
 // False if the tensor is neither described nor plain. A plain one is input and output in one.
@@ -42,6 +50,7 @@ bool add_one(Request& request, PyObject* tensor) {
   if (!read_plain(tensor, plain)) return false;
   add_tensor(request, plain.dtype, plain.shape, static_cast<size_t>(plain.ndim),
              {plain.data, plain.data});
+  place(request, plain.device);
   return true;
 }
 
@@ -77,6 +86,8 @@ PyObject* submit(PyObject*, PyObject* const* args, Py_ssize_t count) {
     request->splits = as_ints(args[9]);
     if (!add_tensors(*request, args[3])) return new_ref(Py_None);
     if (d.kind == OpKind::kAddProcessSet) d.layout = request->splits;
+    if (request->device)
+      request->starts = {request->device->mark(current_stream(*request->device))};
     request->keepalive = keep(args[11]);
     HandlePtr handle = request->handle;
     engine->submit(std::move(request), static_cast<Engine::Urgency>(as_int(args[10])));

@@ -60,10 +60,15 @@ class Group {
 
   // Waits for one message.
   void wait(Ticket ticket) {
-    if (transport_.done(ticket)) return;
+    wait_until([&] { return transport_.done(ticket); });
+  }
+  // Waits for something that is nobody's word.
+  template <class Reached>
+  void wait_until(Reached&& reached) {
+    if (reached()) return;
     waiter_.begin();
     do waiter_.pause(nullptr);
-    while (!transport_.done(ticket));
+    while (!reached());
   }
 
   // ---- where all of them are on one node -------------------------------------------------------

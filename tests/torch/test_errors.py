@@ -106,7 +106,7 @@ def test_reductions_without_a_meaning(everyone, hvd):
 
 
 def test_tensors_that_cannot_be_exchanged(everyone, hvd):
-    with pytest.raises(hvd.UsageError, match=r"CPU tensors, not tensors on meta"):
+    with pytest.raises(hvd.UsageError, match=r"not one on meta"):
         hvd.allreduce(torch.ones(3, device="meta"))
     with pytest.raises(hvd.UsageError, match=r"torch\.uint16 cannot be exchanged"):
         hvd.allreduce(torch.ones(3, dtype=torch.uint16))

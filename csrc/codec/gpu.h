@@ -1,0 +1,25 @@
+// Codecs on a GPU: the same bytes, in memory of the device. Everything is given to a stream;
+// nothing waits. Wires lie as those of arenas do, on multiples of 4 bytes.
+#pragma once
+
+#include <cstdint>
+
+#include "codec/codec.h"
+#include "device/device.h"
+#include "kernel/reduce.h"
+
+namespace bagua {
+
+constexpr int kMostWires = 64;
+
+// Encodes values, plus what is in `residual` if it is not null; that becomes what encoding loses.
+void gpu_encode(const Coding& coding, const float* in, float* residual, int64_t count, char* wire,
+                Device::Stream stream);
+void gpu_decode(const Coding& coding, const char* wire, int64_t count, float* out,
+                Device::Stream stream);
+// Adds up what several wires say, in order, and finishes the sum. It is encoded, with its own
+// residual, and `out` becomes what that says.
+void gpu_add_up(const Coding& coding, const char* const* wires, int nwires, Finish finish,
+                float* residual, int64_t count, char* wire, float* out, Device::Stream stream);
+
+}  // namespace bagua

@@ -1,0 +1,169 @@
+// NVIDIA's GPUs, by the CUDA runtime, which is linked statically and finds the driver by itself.
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "common/errors.h"
+#include "device/device.h"
+
+namespace bagua {
+namespace {
+
+void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // the next call must not find it
+  throw InternalError(std::string(what) + ": " + cudaGetErrorString(status));
+}
+
+// Makes a device the calling thread's for a while.
+class Current {
+ public:
+  explicit Current(int number) {
+    check(cudaGetDevice(&before_), "cudaGetDevice");
+    changed_ = before_ != number;
+    if (changed_) check(cudaSetDevice(number), "cudaSetDevice");
+  }
+  // Going back to a device that nobody uses would take some of its memory.
+  ~Current() {
+    if (changed_ && in_use(before_)) cudaSetDevice(before_);
+  }
+
+ private:
+  static bool in_use(int number) {
+    using GetState = int (*)(int, unsigned*, int*);
+    static const auto get_state = reinterpret_cast<GetState>(driver("cuDevicePrimaryCtxGetState"));
+    unsigned flags = 0;
+    int active = 1;
+    return !get_state || get_state(number, &flags, &active) != 0 || active;
+  }
+  static void* driver(const char* symbol) {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    if (cudaGetDriverEntryPointByVersion(symbol, &function, 12000, cudaEnableDefault, &found))
+      return nullptr;
+    return function;
+  }
+
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+class CudaDevice : public Device {
+ public:
+  explicit CudaDevice(int number) : number_(number) {
+    cudaDeviceProp about;
+    check(cudaGetDeviceProperties(&about, number), "cudaGetDeviceProperties");
+    name_ = "GPU " + std::to_string(number) + " (" + about.name + ")";
+  }
+  std::string name() const override { return name_; }
+  int number() const override { return number_; }
+
+  Mark mark(Stream stream) override {
+    const Current current(number_);
+    const cudaEvent_t event = take_event();
+    Mark mark(event, [this](void* e) { give_back(static_cast<cudaEvent_t>(e)); });
+    check(cudaEventRecord(event, as_stream(stream)), "cudaEventRecord");
+    return mark;
+  }
+  void follow(Stream stream, const Mark& mark) override {
+    if (!mark) return;
+    const Current current(number_);
+    check(cudaStreamWaitEvent(as_stream(stream), as_event(mark), 0), "cudaStreamWaitEvent");
+  }
+  bool reached(const Mark& mark) override {
+    if (!mark) return true;
+    const Current current(number_);
+    const cudaError_t status = cudaEventQuery(as_event(mark));
+    if (status == cudaErrorNotReady) return cudaGetLastError(), false;
+    check(status, "cudaEventQuery");
+    return true;
+  }
+  void copy(void* to, const void* from, size_t nbytes, Stream stream) override {
+    const Current current(number_);
+    check(cudaMemcpyAsync(to, from, nbytes, cudaMemcpyDefault, as_stream(stream)),
+          "cudaMemcpyAsync");
+  }
+  void drain(Stream stream) override {
+    const Current current(number_);
+    check(cudaStreamSynchronize(as_stream(stream)), "cudaStreamSynchronize");
+  }
+
+  Stream add_stream() override {
+    const Current current(number_);
+    int least = 0, greatest = 0;
+    check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+    cudaStream_t stream = nullptr;
+    check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest),
+          "cudaStreamCreateWithPriority");
+    return stream;
+  }
+
+  // Memory that cannot be pinned serves, too, but a copy then takes the host's time.
+  std::shared_ptr<char> pin(std::shared_ptr<char> memory, size_t nbytes) override {
+    const Current current(number_);
+    char* data = memory.get();
+    if (nbytes == 0 || cudaHostRegister(data, nbytes, cudaHostRegisterPortable) != cudaSuccess) {
+      cudaGetLastError();
+      return memory;
+    }
+    return {data, [memory = std::move(memory)](char* p) { cudaHostUnregister(p); }};
+  }
+
+ private:
+  static cudaStream_t as_stream(Stream stream) { return static_cast<cudaStream_t>(stream); }
+  static cudaEvent_t as_event(const Mark& mark) { return static_cast<cudaEvent_t>(mark.get()); }
+
+  cudaEvent_t take_event() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!events_.empty()) {
+        const cudaEvent_t event = events_.back();
+        events_.pop_back();
+        return event;
+      }
+    }
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    return event;
+  }
+  void give_back(cudaEvent_t event) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    events_.push_back(event);
+  }
+
+  const int number_;
+  std::string name_;
+  std::mutex mutex_;
+  std::vector<cudaEvent_t> events_;
+};
+
+}  // namespace
+
+Device& find_device(int number) {
+  static auto* mutex = new std::mutex;
+  static auto* devices = new std::map<int, CudaDevice*>;  // outlive whatever has their marks
+  std::lock_guard<std::mutex> lock(*mutex);
+  CudaDevice*& device = (*devices)[number];
+  if (!device) device = new CudaDevice(number);
+  return *device;
+}
+
+std::string cuda_compiled() {
+  return std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
+}
+
+std::string cuda_devices() {
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess || count == 0) {
+    cudaGetLastError();
+    return std::string("no cuda device") +
+           (status == cudaSuccess ? "" : std::string(": ") + cudaGetErrorString(status));
+  }
+  return std::to_string(count) + " x " + find_device(0).name();
+}
+
+}  // namespace bagua

@@ -1,0 +1,46 @@
+// What an accelerator does for the engine. Work is given to streams, each of which does it in order
+// while the host goes on; a mark tells where a stream was.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+namespace bagua {
+
+constexpr int kHost = -1;  // the number of no device
+
+class Device {
+ public:
+  using Stream = void*;  // as frameworks hand it around; null is the default one
+  using Mark = std::shared_ptr<void>;
+
+  virtual ~Device() = default;
+  virtual std::string name() const = 0;
+  virtual int number() const = 0;
+
+  // Any thread may call these, whatever device is its own.
+  virtual Mark mark(Stream stream) = 0;
+  // What the stream is given from now on waits for the mark. The host does not, unless it is the
+  // stream itself.
+  virtual void follow(Stream stream, const Mark& mark) = 0;
+  virtual bool reached(const Mark& mark) = 0;
+  // Between the host and the device, either way. Returns at once if the host's memory is pinned.
+  virtual void copy(void* to, const void* from, size_t nbytes, Stream stream) = 0;
+  // Waits until the stream has nothing to do.
+  virtual void drain(Stream stream) = 0;
+
+  // One that lasts as long as the process, and whose work goes first.
+  virtual Stream add_stream() = 0;
+  // The same memory, which the device can reach by itself until this is let go.
+  virtual std::shared_ptr<char> pin(std::shared_ptr<char> memory, size_t nbytes) = 0;
+};
+
+// The device of this number. Throws a UsageError that says what to do where there is none.
+Device& find_device(int number);
+// The version this was built with, or "not built".
+std::string cuda_compiled();
+// What there is here: GPUs, or "no cuda device: <why>". It wakes up the driver.
+std::string cuda_devices();
+
+}  // namespace bagua

@@ -1,0 +1,46 @@
+// A device that is this machine: memory of the host that only its streams should touch, and threads
+// for streams, which take their time. For tests of what must wait for what.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "device/device.h"
+
+namespace bagua {
+
+class PretendDevice : public Device {
+ public:
+  // Every piece of work takes so long.
+  explicit PretendDevice(int work_us);
+  ~PretendDevice() override;
+
+  std::string name() const override { return "a pretended device"; }
+  int number() const override { return 0; }
+  // The default stream is the thread that asks: what it is given is done when the call returns.
+  Mark mark(Stream stream) override;
+  void follow(Stream stream, const Mark& mark) override;
+  bool reached(const Mark& mark) override;
+  void copy(void* to, const void* from, size_t nbytes, Stream stream) override;
+  void drain(Stream stream) override;
+  Stream add_stream() override;
+  std::shared_ptr<char> pin(std::shared_ptr<char> memory, size_t nbytes) override;
+
+  // Gives a stream any work.
+  void run(Stream stream, std::function<void()> work);
+
+ private:
+  struct Worker;
+  struct Reached;
+
+  const int work_us_;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Worker>> workers_;
+};
+
+}  // namespace bagua

@@ -1,0 +1,136 @@
+#include "engine/staging.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "common/memory.h"
+
+namespace bagua {
+namespace {
+
+// Large enough for the full speed of a bus, small enough for an exchange to begin early.
+constexpr size_t kChunkNbytes = 1 << 20;
+
+}  // namespace
+
+Staging::Staging(Device& device, std::shared_ptr<Arenas> arenas)
+    : device_(device),
+      arenas_(std::move(arenas)),
+      in_(device.add_stream()),
+      out_(device.add_stream()) {}
+
+Staging::~Staging() { drain(); }
+
+void Staging::drain() {
+  device_.drain(in_);
+  device_.drain(out_);
+}
+
+void Staging::begin(const std::vector<RequestPtr>& requests, Group& group) {
+  group_ = &group;
+  chunks_.clear();
+  results_.clear();
+  chunks_there_ = 0;
+  ended_ = false;
+  requests_.clear();
+  for (const RequestPtr& request : requests)
+    if (request->device) requests_.push_back(request);
+
+  // What an allreduce or a broadcast gives is where its input was.
+  const OpKind kind = requests[0]->description.kind;
+  const bool in_place = kind == OpKind::kAllreduce || kind == OpKind::kBroadcast;
+  struct Need {
+    Part* part;
+    size_t in_nbytes, out_nbytes;
+  };
+  std::vector<Need> needs;
+  size_t total = 0;
+  for (const RequestPtr& request : requests_) {
+    for (const Device::Mark& start : request->starts) device_.follow(in_, start);
+    for (size_t i = 0; i < request->parts.size(); ++i) {
+      if (!request->parts[i].on_device) continue;
+      const TensorInfo tensor = tensors_of(request->description)[i];
+      const int64_t rows = request->rows.empty() || tensor.shape.empty() ? -1 : request->rows[i];
+      const int64_t count = rows < 0 ? tensor.count() : rows * tensor.row_count();
+      int64_t out_count = request->parts[i].out ? count : 0;
+      if (kind == OpKind::kReducescatter)
+        out_count = slice_of(tensor.shape[0], group.size(), group.me()).count * tensor.row_count();
+      const auto item = static_cast<int64_t>(dtype_nbytes(tensor.dtype));
+      needs.push_back({&request->parts[i], static_cast<size_t>(count * item),
+                       static_cast<size_t>(out_count * item)});
+      total += whole_lines(needs.back().in_nbytes) * (in_place ? 1 : 2);
+    }
+  }
+  char* room = room_for(total);
+  for (const Need& need : needs) {
+    Part& part = *need.part;
+    char* in = room;
+    char* out = in_place ? in : in + whole_lines(need.in_nbytes);
+    bring(in, part.in, need.in_nbytes);
+    if (need.out_nbytes > 0) results_.push_back({out, part.out, need.out_nbytes});
+    part = {in, part.out ? out : nullptr, false};
+    room = out + whole_lines(need.in_nbytes);
+  }
+}
+
+// Memory that nothing is under way in.
+char* Staging::room_for(size_t nbytes) {
+  Memory& memory = memories_[turn_ ^= 1];
+  if (memory.nbytes < nbytes) {
+    drain();
+    memory = {};  // let go before asking for more
+    auto data = arenas_ ? arenas_->allocate(nbytes) : allocate_lines(nbytes);
+    memory = {device_.pin(std::move(data), nbytes), nbytes, nullptr};
+  }
+  device_.follow(in_, memory.given);
+  return memory.data.get();
+}
+
+void Staging::bring(char* to, const char* from, size_t nbytes) {
+  for (size_t at = 0; at < nbytes; at += kChunkNbytes) {
+    const size_t n = std::min(kChunkNbytes, nbytes - at);
+    device_.copy(to + at, from + at, n, in_);
+    group_->touch(2 * n);
+    chunks_.push_back({to + at + n, device_.mark(in_)});
+  }
+}
+
+void Staging::need(const char* data, size_t nbytes) {
+  const auto there = [&] { return chunks_there_ == 0 ? nullptr : chunks_[chunks_there_ - 1].end; };
+  for (; chunks_there_ < chunks_.size() && there() < data + nbytes; ++chunks_there_) {
+    const Device::Mark& mark = chunks_[chunks_there_].mark;
+    group_->wait_until([&] { return device_.reached(mark); });
+  }
+}
+
+void Staging::need() {
+  if (!chunks_.empty()) need(chunks_.back().end, 0);
+}
+
+void Staging::give(const char* data, size_t nbytes) {
+  if (nbytes == 0) return;
+  if (results_.size() > 1) need();  // tensors may share memory: all are read before one is written
+  const auto after =
+      std::upper_bound(results_.begin(), results_.end(), data,
+                       [](const char* place, const Result& result) { return place < result.from; });
+  Result& result = *std::prev(after);
+  result.given = true;
+  device_.copy(result.to + (data - result.from), data, nbytes, out_);
+  group_->touch(2 * nbytes);
+}
+
+void Staging::end() {
+  if (std::exchange(ended_, true)) return;
+  need();
+  for (Result& result : results_)
+    if (!result.given) give(result.from, result.nbytes);
+  const Device::Mark end = device_.mark(out_);
+  memories_[turn_].given = end;
+  for (const RequestPtr& request : requests_) {
+    request->handle->device_ = request->device;
+    request->handle->end_ = end;
+  }
+  requests_.clear();
+}
+
+}  // namespace bagua

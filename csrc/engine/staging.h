@@ -1,0 +1,70 @@
+// Tensors on a device, exchanged in memory of the host: they come there in chunks, and their
+// results go back, while the exchange goes on with other chunks.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "device/device.h"
+#include "engine/request.h"
+#include "transport/group.h"
+#include "transport/shared_memory.h"
+
+namespace bagua {
+
+class Staging {
+ public:
+  // What ranks of this machine may look at comes from `arenas`, where there are any.
+  Staging(Device& device, std::shared_ptr<Arenas> arenas);
+  ~Staging();
+  Staging(const Staging&) = delete;
+
+  // Starts to bring what the requests give, and makes their parts places in the host's memory.
+  void begin(const std::vector<RequestPtr>& requests, Group& group);
+  // Waits until these bytes are there; all of them, without an argument.
+  void need(const char* data, size_t nbytes);
+  void need();
+  // These bytes of a result are final. Of a result all bytes are given like this, or none.
+  void give(const char* data, size_t nbytes);
+  // Gives the other results, and marks for whoever waits for the handles where all of them are.
+  // Once: others may read the marks from then on.
+  void end();
+  // Something broke: waits for the copies there are.
+  void drain();
+
+ private:
+  // One tensor.
+  struct Result {
+    const char* from;
+    char* to;  // on the device
+    size_t nbytes;
+    bool given = false;
+  };
+  struct Chunk {
+    const char* end;  // in the host's memory
+    Device::Mark mark;
+  };
+  struct Memory {
+    std::shared_ptr<char> data;
+    size_t nbytes = 0;
+    Device::Mark given;  // what was in it last has left
+  };
+  char* room_for(size_t nbytes);
+  void bring(char* to, const char* from, size_t nbytes);
+
+  Device& device_;
+  const std::shared_ptr<Arenas> arenas_;
+  const Device::Stream in_, out_;
+  Memory memories_[2];  // one is left while the other is entered
+  int turn_ = 0;
+
+  // Of the exchange at hand.
+  Group* group_ = nullptr;
+  std::vector<RequestPtr> requests_;
+  std::vector<Chunk> chunks_;  // as they come, and as they lie in memory
+  size_t chunks_there_ = 0;
+  std::vector<Result> results_;  // as they lie in memory
+  bool ended_ = true;
+};
+
+}  // namespace bagua

@@ -1,0 +1,197 @@
+// What a GPU's warps do with blocks, done by threads of the host that stand for their lanes: the
+// bytes must be those of CPUs.
+#include "codec/warp.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+#include <functional>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "codec/codec.h"
+#include "codec/fp8_e4m3.h"
+#include "codec/minmax_u4.h"
+#include "codec/minmax_u8.h"
+#include "codec/sign1.h"
+
+namespace bagua {
+namespace {
+
+// Lanes that go from word to word together.
+class Lockstep {
+ public:
+  std::vector<uint32_t> exchange(int lane, uint32_t word) {
+    words_[round_ % 2][lane] = word;
+    return meet(lane);
+  }
+
+ private:
+  std::vector<uint32_t> meet(int) {
+    const int round = round_;
+    if (++arrived_ == kLanes) {
+      arrived_ = 0;
+      ++round_;
+    } else {
+      while (round_ == round) std::this_thread::yield();
+    }
+    return {words_[round % 2], words_[round % 2] + kLanes};
+  }
+
+  uint32_t words_[2][kLanes] = {};
+  std::atomic<int> arrived_{0}, round_{0};
+};
+
+struct HostWarp {
+  int lane() const { return my_lane; }
+  uint32_t down(uint32_t x, int d) const {
+    const auto words = together.exchange(my_lane, x);
+    return words[static_cast<size_t>(my_lane + d < kLanes ? my_lane + d : my_lane)];
+  }
+  uint32_t first(uint32_t x) const { return together.exchange(my_lane, x)[0]; }
+  uint32_t vote(bool b) const {
+    const auto words = together.exchange(my_lane, b);
+    uint32_t bits = 0;
+    for (int i = 0; i < kLanes; ++i) bits |= words[static_cast<size_t>(i)] << i;
+    return bits;
+  }
+  int my_lane;
+  Lockstep& together;
+};
+
+void run_warp(const std::function<void(const HostWarp&)>& body) {
+  Lockstep together;
+  std::vector<std::thread> lanes;
+  for (int lane = 0; lane < kLanes; ++lane)
+    lanes.emplace_back([&, lane] { body(HostWarp{lane, together}); });
+  for (std::thread& lane : lanes) lane.join();
+}
+
+// Values that are hard in some way, from a seed.
+std::vector<float> hard_values(int kind, int n) {
+  std::mt19937 random(static_cast<unsigned>(kind * 1000 + n));
+  std::normal_distribution<float> normal;
+  std::vector<float> values(static_cast<size_t>(n));
+  for (float& x : values) x = normal(random);
+  auto& some = values[random() % values.size()];
+  switch (kind) {
+    case 1:
+      std::fill(values.begin(), values.end(), -0.375f);
+      break;
+    case 2:
+      some = NAN;
+      break;
+    case 3:
+      some = -INFINITY;
+      break;
+    case 4:
+      for (float& x : values) x *= 1e-42f;
+      break;
+    case 5:
+      for (float& x : values) x = x * 1e-3f + 4e6f;
+      break;
+    case 6:
+      for (float& x : values) x *= 3e37f;
+      break;
+    case 7:  // zeros of both signs
+      for (float& x : values) x = random() % 2 ? 0.0f : -0.0f;
+      break;
+    default:
+      break;
+  }
+  return values;
+}
+
+constexpr int kKinds = 8;
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+template <class C>
+struct Format {
+  using Type = C;
+};
+
+template <class T>
+class WarpTest : public ::testing::Test {
+ protected:
+  using C = typename T::Type;
+  static const char* name() {
+    if constexpr (std::is_same_v<C, MinMaxU8>) return "minmax_u8";
+    if constexpr (std::is_same_v<C, MinMaxU4>) return "minmax_u4";
+    if constexpr (std::is_same_v<C, Fp8E4M3>) return "fp8_e4m3";
+    return "sign1";
+  }
+  static std::vector<int> sizes() {
+    return {1, 2, 7, 8, 31, 33, C::kBlock / 2 + 3, C::kBlock - 1, C::kBlock};
+  }
+  // Room for a block, with marks behind it.
+  static std::vector<uint32_t> room() { return std::vector<uint32_t>(C::kBlock + 16, 0xa5a5a5a5u); }
+  const Coding coding = parse_coding(name());
+};
+using Formats =
+    ::testing::Types<Format<MinMaxU8>, Format<MinMaxU4>, Format<Fp8E4M3>, Format<Sign1>>;
+TYPED_TEST_SUITE(WarpTest, Formats);
+
+TYPED_TEST(WarpTest, EncodesTheSameBytes) {
+  using C = typename TypeParam::Type;
+  for (int kind = 0; kind < kKinds; ++kind)
+    for (const int n : this->sizes())
+      for (const bool keeps : {false, true}) {
+        const std::vector<float> in = hard_values(kind, n);
+        std::vector<float> rest(in.size(), 0.0625f), warp_rest = rest, warp_said(in.size());
+        auto wire = this->room(), warp_wire = wire;
+        char* to = reinterpret_cast<char*>(wire.data());
+        if (keeps) {
+          this->coding.encode_rest(in.data(), rest.data(), n, to);
+        } else {
+          this->coding.encode(in.data(), n, to);
+        }
+        run_warp([&](const HostWarp& warp) {
+          Values<C> values = {}, lost = {};
+          load<C>(warp, in.data(), n, values);
+          if (keeps) load<C>(warp, warp_rest.data(), n, lost);
+          for (int k = 0; k < Lanes<C>::kEach; ++k)
+            if (keeps) values.of[k] += lost.of[k];
+          encode_block<C>(warp, values, n, reinterpret_cast<uint8_t*>(warp_wire.data()),
+                          warp_said.data(), keeps ? warp_rest.data() : nullptr);
+        });
+        ASSERT_EQ(wire, warp_wire) << "kind " << kind << ", " << n << " values";
+        std::vector<float> said(in.size());
+        this->coding.decode(to, n, said.data());
+        ASSERT_TRUE(same_bits(said, warp_said)) << "kind " << kind << ", " << n << " values";
+        ASSERT_TRUE(same_bits(rest, warp_rest)) << "kind " << kind << ", " << n << " values";
+      }
+}
+
+TYPED_TEST(WarpTest, DecodesTheSameValues) {
+  using C = typename TypeParam::Type;
+  for (int kind = 0; kind < kKinds; ++kind)
+    for (const int n : this->sizes())
+      for (const size_t shift : {0, 1}) {  // a place without whole vectors
+        const std::vector<float> in = hard_values(kind, n);
+        auto wire = this->room();
+        char* bytes = reinterpret_cast<char*>(wire.data());
+        this->coding.encode(in.data(), n, bytes);
+        std::vector<float> out(in.size() + 8, 7), warp_out = out, sum = out, warp_sum = out;
+        this->coding.decode(bytes, n, out.data() + shift);
+        this->coding.decode_add(bytes, n, sum.data() + shift);
+        run_warp([&](const HostWarp& warp) {
+          const auto* from = reinterpret_cast<const uint8_t*>(wire.data());
+          Values<C> values = {};
+          decode_block<C, false>(warp, from, n, values);
+          store<C>(warp, values, n, warp_out.data() + shift);
+          load<C>(warp, warp_sum.data() + shift, n, values);
+          decode_block<C, true>(warp, from, n, values);
+          store<C>(warp, values, n, warp_sum.data() + shift);
+        });
+        ASSERT_TRUE(same_bits(out, warp_out)) << "kind " << kind << ", " << n << " values";
+        ASSERT_TRUE(same_bits(sum, warp_sum)) << "kind " << kind << ", " << n << " values";
+      }
+}
+
+}  // namespace
+}  // namespace bagua

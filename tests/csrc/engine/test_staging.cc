@@ -1,0 +1,242 @@
+// Tensors on a device that takes its time: nothing may be read before it is there, or written
+// before it was read.
+#include "engine/staging.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <vector>
+
+#include "device/pretend.h"
+#include "engine/bucket.h"
+#include "engine/loopback_world.h"
+
+namespace bagua {
+namespace {
+
+constexpr int kWorkUs = 2000;
+constexpr float kStale = -1e30f;
+
+// The stream of a program: what it computes is there only after a while.
+struct Program {
+  explicit Program(PretendDevice& device) : device(device), stream(device.add_stream()) {}
+  // Values that the device will have computed.
+  void compute(std::vector<float>& values, float first) {
+    std::fill(values.begin(), values.end(), kStale);
+    device.run(stream, [&values, first] { std::iota(values.begin(), values.end(), first); });
+  }
+  RequestPtr on_device(RequestPtr request) {
+    request->device = &device;
+    for (Part& part : request->parts) part.on_device = true;
+    request->starts = {device.mark(stream)};
+    return request;
+  }
+  // What the stream finds after the handle.
+  std::vector<float> read(Engine& engine, const HandlePtr& handle, std::vector<float>& values) {
+    finish(engine, handle);
+    handle->make_follow(stream);
+    std::vector<float> seen;
+    device.run(stream, [&] { seen = values; });
+    device.drain(stream);
+    return seen;
+  }
+  PretendDevice& device;
+  const Device::Stream stream;
+};
+
+std::vector<float> line(size_t count, float first, float slope) {
+  std::vector<float> values(count);
+  for (size_t i = 0; i < count; ++i) values[i] = first + slope * static_cast<float>(i);
+  return values;
+}
+
+TEST(Staging, SumsWhatADeviceHasYetToCompute) {
+  for (const int n : {1, 2, 3})
+    for (const size_t count : {1, 1000, 300'000, 1'000'000}) {
+      PretendDevice device(kWorkUs);
+      LoopbackWorld world(n);
+      world.run([&](int rank) {
+        Program program(device);
+        std::vector<float> values(count);
+        for (int step = 0; step < 3; ++step) {
+          program.compute(values, static_cast<float>(rank + step));
+          const auto handle =
+              world[rank].submit(program.on_device(allreduce_of("x", values)), Urgency::kWaited);
+          const float ranks = static_cast<float>(n * (n - 1)) / 2;
+          EXPECT_EQ(program.read(world[rank], handle, values),
+                    line(count, ranks + static_cast<float>(n * step), static_cast<float>(n)));
+        }
+      });
+    }
+}
+
+TEST(Staging, ExchangesGoOnWithoutTheHostWaitingForTheDevice) {
+  PretendDevice device(kWorkUs);
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    Program program(device);
+    std::vector<std::vector<float>> values(6, std::vector<float>(50'000));
+    std::vector<HandlePtr> handles;
+    for (size_t i = 0; i < values.size(); ++i) {
+      program.compute(values[i], static_cast<float>(i));
+      handles.push_back(world[rank].submit(
+          program.on_device(allreduce_of("x" + std::to_string(i), values[i])), Urgency::kNow));
+    }
+    for (size_t i = 0; i < values.size(); ++i)
+      EXPECT_EQ(program.read(world[rank], handles[i], values[i]),
+                line(values[i].size(), 2 * static_cast<float>(i), 2));
+  });
+}
+
+TEST(Staging, OnlySomeRanksHaveADevice) {
+  PretendDevice device(kWorkUs);
+  LoopbackWorld world(3);
+  world.run([&](int rank) {
+    Program program(device);
+    std::vector<float> values(70'000);
+    program.compute(values, static_cast<float>(rank));
+    if (rank == 1) {
+      device.drain(program.stream);
+      call(world[rank], allreduce_of("x", values));
+      EXPECT_EQ(values, line(values.size(), 3, 3));
+    } else {
+      const auto handle =
+          world[rank].submit(program.on_device(allreduce_of("x", values)), Urgency::kNow);
+      EXPECT_EQ(program.read(world[rank], handle, values), line(values.size(), 3, 3));
+    }
+  });
+}
+
+TEST(Staging, ReadsAllBeforeItWritesAny) {
+  PretendDevice device(kWorkUs);
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    Program program(device);
+    std::vector<float> values(400'000);
+    program.compute(values, 0);
+    // A tensor, its half, and the tensor again.
+    RequestPtr request = allreduce_of("x", values);
+    request->description.codec = "raw";  // each travels by itself
+    std::vector<float> half(values.begin(), values.begin() + 200'000);
+    add_vector(*request, half);
+    request->parts[1] = request->parts[0];
+    add_vector(*request, values);
+    const auto handle = world[rank].submit(program.on_device(request), Urgency::kNow);
+    EXPECT_EQ(program.read(world[rank], handle, values), line(values.size(), 0, 2));
+  });
+}
+
+TEST(Staging, MovesRowsAndSlices) {
+  PretendDevice device(kWorkUs);
+  LoopbackWorld world(3);
+  world.run([&](int rank) {
+    Program program(device);
+    const float first = static_cast<float>(100 * rank);
+
+    std::vector<float> values(12);
+    program.compute(values, first);
+    RequestPtr gather = request_of(OpKind::kAllgather, "g");
+    add_vector(*gather, values, 4);
+    gather->parts[0].out = nullptr;
+    HandlePtr handle = world[rank].submit(program.on_device(gather), Urgency::kNow);
+    finish(world[rank], handle);
+    EXPECT_EQ(handle->device(), &device);
+    const auto* rows = reinterpret_cast<const float*>(handle->outputs[0].data.get());
+    for (int i = 0; i < 36; ++i) EXPECT_EQ(rows[i], static_cast<float>(100 * (i / 12) + i % 12));
+
+    program.compute(values, first);
+    RequestPtr broadcast = request_of(OpKind::kBroadcast, "b");
+    broadcast->description.root = 2;
+    add_vector(*broadcast, values);
+    handle = world[rank].submit(program.on_device(broadcast), Urgency::kNow);
+    EXPECT_EQ(program.read(world[rank], handle, values), line(12, 200, 1));
+
+    program.compute(values, first);
+    std::vector<float> slice(rank == 0 ? 6 : 3, kStale);
+    RequestPtr scatter = request_of(OpKind::kReducescatter, "s");
+    add_vector(*scatter, values, 4);
+    scatter->parts[0].out = reinterpret_cast<char*>(slice.data());
+    handle = world[rank].submit(program.on_device(scatter), Urgency::kNow);
+    const float begin = rank == 0 ? 0.0f : static_cast<float>(3 + 3 * rank);
+    EXPECT_EQ(program.read(world[rank], handle, slice), line(slice.size(), 300 + 3 * begin, 3));
+  });
+}
+
+TEST(Staging, ABucketsArenaIsOnTheDevice) {
+  for (const char* codec : {"", "minmax_u8"}) {
+    PretendDevice device(kWorkUs);
+    LoopbackWorld world(2);
+    world.run([&](int rank) {
+      Program program(device);
+      std::vector<float> arena;
+      const auto allocate = [&](size_t nbytes) {
+        arena.resize(nbytes / 4);
+        return std::shared_ptr<char>(reinterpret_cast<char*>(arena.data()), [](char*) {});
+      };
+      Description exchange;
+      exchange.codec = codec;
+      Bucket bucket(world.engines[static_cast<size_t>(rank)], "b", DType::kF32, {300'000, 16, 7},
+                    exchange, 0, 0, 0, &device, allocate);
+      EXPECT_FALSE(bucket.movable());
+      EXPECT_EQ(bucket.large(), std::vector<bool>(3, false));
+      for (int step = 0; step < 3; ++step) {
+        std::fill(arena.begin(), arena.end(), kStale);
+        device.run(program.stream, [&arena, step] {
+          std::fill(arena.begin(), arena.end(), static_cast<float>(step));
+        });
+        const auto handle =
+            bucket.launch(Urgency::kNow, {}, nullptr, {device.mark(program.stream)});
+        EXPECT_EQ(program.read(world[rank], handle, arena),
+                  std::vector<float>(arena.size(), static_cast<float>(2 * step)));
+      }
+    });
+  }
+}
+
+TEST(Staging, MemoryStaysWhileResultsAreOnTheirWay) {
+  PretendDevice device(kWorkUs);
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    Program program(device);
+    for (int step = 0; step < 5; ++step) {
+      auto values = std::make_shared<std::vector<float>>(30'000);
+      std::weak_ptr<std::vector<float>> memory = values;
+      RequestPtr request = program.on_device(allreduce_of("x", *values));
+      request->keepalive = std::move(values);
+      HandlePtr handle = world[rank].submit(std::move(request), Urgency::kWaited);
+      finish(world[rank], handle);
+      EXPECT_FALSE(memory.expired()) << "though nobody else has it";
+      if (step % 2 == 0) {
+        handle->make_follow(program.stream);
+        device.drain(program.stream);  // as if the memory were its own, and reused in its order
+        handle->let_go();
+        EXPECT_TRUE(memory.expired());
+      } else {
+        handle.reset();
+        for (int i = 0; i < 1000 && !memory.expired(); ++i) std::this_thread::yield();
+        EXPECT_TRUE(memory.expired());  // soon: the engine may be about to let go
+      }
+    }
+  });
+}
+
+TEST(Staging, ARankThatDiesLeavesNoCopyUnderWay) {
+  PretendDevice device(kWorkUs);
+  LoopbackWorld world(3);
+  world.run([&](int rank) {
+    Program program(device);
+    if (rank == 1) return world.die(rank);
+    std::vector<float> values(2'000'000);
+    program.compute(values, 1);
+    EXPECT_CONTAINS(error_of<PeerError>([&] {
+                      finish(world[rank],
+                             world[rank].submit(program.on_device(allreduce_of("x", values)),
+                                                Urgency::kWaited));
+                    }),
+                    "rank 1");
+    device.drain(program.stream);
+  });  // and nobody writes to memory that is gone
+}
+
+}  // namespace
+}  // namespace bagua
