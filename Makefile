@@ -24,7 +24,7 @@ ifneq ($(words $(CURDIR)),1)
 $(error the path of this clone, $(CURDIR), has a space, which MPI's compiler wrapper cannot cope with; move it)
 endif
 
-.PHONY: help dev demo test test-csrc test-python test-pretended test-parallel lint format sanitize bench clean googletest
+.PHONY: help dev demo test test-csrc test-python test-gpu test-pretended test-parallel lint format sanitize bench clean googletest
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -48,6 +48,9 @@ test-python: dev
 # All but what rests on gradients being exchanged where they are, which those on a device are not.
 test-pretended: dev ## tests of the frontend whose tensors are taken for those of a device
 	@PRETEND_GPU=1 $(BIN)/python -m pytest tests/torch -k 'np2 and not late_contribution_elsewhere'
+
+test-gpu: dev ## tests on a GPU, by one rank and by two that share it; skipped where there is none
+	@$(BIN)/python -m pytest tests/gpu
 
 test-parallel: dev ## tests of what runs tests over MPI processes
 	@$(BIN)/python -m pytest tests/parallel

@@ -14,11 +14,12 @@ ROOT = Path(__file__).parents[1]
 CSRC = {
     "common": set(),
     "kernel": {"common"},
-    "codec": {"common", "kernel"},
+    "device": {"common"},
+    "codec": {"common", "kernel", "device"},
     "net": {"common"},
     "transport": {"common"},
     "control": {"common"},
-    "collective": {"common", "kernel", "codec", "net", "control", "transport"},
+    "collective": {"common", "kernel", "device", "codec", "net", "control", "transport"},
 }
 CSRC["engine"] = {*CSRC["collective"], "collective"}
 CSRC["python"] = {*CSRC["engine"], "engine"}
@@ -35,7 +36,9 @@ PYTHON = {
     "__init__.py": {"common", "algorithms", "version.py"},
 }
 
-CC_FILES = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cc"))
+CC_FILES = sorted(
+    path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cc", ".cu")
+)
 PY_FILES = sorted((ROOT / "bagua").rglob("*.py"))
 
 
@@ -107,6 +110,12 @@ def test_only_one_folder_knows_python_and_only_its_transport_knows_mpi(path):
         assert not foreign
     if path.stem != "mpi":
         assert "mpi.h" not in included
+
+
+@pytest.mark.parametrize("path", CC_FILES, ids=name)
+def test_two_files_know_cuda(path):
+    if name(path) not in ("csrc/device/cuda.cc", "csrc/codec/gpu.cu"):
+        assert not re.search(r"#\s*include\s*[<\"]cuda|\bcuda[A-Z]", code(path))
 
 
 @pytest.mark.parametrize("path", CC_FILES, ids=name)

@@ -109,6 +109,9 @@ class Config:
         max=64,
         whole=True,
     )
+    allow_shared_gpu: bool = _setting(
+        False, "let several ranks train on one GPU, which none of them becomes faster by"
+    )
     network_interfaces: str = _setting(
         "", "interfaces of the control connections, separated by commas (empty = any)"
     )

@@ -89,9 +89,9 @@ class World:
         settings = asdict(self.config)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             settings["inline_drive"] = False  # keeps all MPI on the coordination thread
-        places = comm.allgather((os.getpid(), _machine(), _usable_cores()))
-        _, machine, mine = places[self.rank]
-        self.core_count = _share(mine, [cores for _, at, cores in places if at == machine])
+        places = comm.allgather((os.getpid(), machine(), _usable_cores()))
+        _, here, mine = places[self.rank]
+        self.core_count = _share(mine, [cores for _, there, cores in places if there == here])
         if settings["helpers"] < 0:
             settings["helpers"] = min(max(self.core_count - 1, 0), _MOST_HELPERS)
         settings["helpers"] = int(settings["helpers"])
@@ -365,7 +365,7 @@ def _by_host(hosts: list[str]) -> list[list[int]]:
     return list(places.values())
 
 
-def _machine() -> str:
+def machine() -> str:
     """What shares its cores: containers have names of their own, but one kernel."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

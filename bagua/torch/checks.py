@@ -12,7 +12,7 @@ from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.objects import allgather_object, broadcast_object
 from bagua.common.process_set import ProcessSet
-from bagua.common.world import world
+from bagua.common.world import machine, world
 from bagua.torch.arrays import dtype_name
 
 
@@ -41,6 +41,7 @@ def check_algorithm(
 
 def check_parameters(named: Iterable[tuple[str, torch.Tensor]], process_set: ProcessSet) -> None:
     """Ranks whose models differ must hear so by name, before their numbers mix."""
+    named = list(named)
     mine = [
         (name, dtype_name(param.dtype), tuple(param.shape), param.stride()) for name, param in named
     ]
@@ -49,9 +50,32 @@ def check_parameters(named: Iterable[tuple[str, torch.Tensor]], process_set: Pro
     problem = None
     if repr(first) != repr(mine):
         problem = _first_difference(first, mine, f"rank {root}", f"rank {world().rank}")
-    for text in allgather_object(problem, process_set=process_set):
+    gpus = {_gpu(param.device) for _, param in named if param.is_cuda}
+    everyone = allgather_object((problem, gpus), process_set=process_set)
+    for text, _ in everyone:
         if text is not None:
             raise UsageError(f"parameters differ between ranks: {text}")
+    _check_gpus(zip(process_set.ranks, (theirs for _, theirs in everyone)))
+
+
+def _gpu(device: torch.device) -> str:
+    """What is the same for ranks that use one GPU, whatever number it has for them."""
+    about = torch.cuda.get_device_properties(device)
+    return f"{about.name} {getattr(about, 'uuid', f'{machine()}, {device}')}"
+
+
+def _check_gpus(everyone: Iterable[tuple[int, set[str]]]) -> None:
+    users: dict[str, int] = {}
+    for rank, gpus in everyone:
+        for gpu in gpus:
+            other = users.setdefault(gpu, rank)
+            if other != rank and not world().config.allow_shared_gpu:
+                raise UsageError(
+                    f"ranks {other} and {rank} train on one GPU, {gpu}: call "
+                    "torch.cuda.set_device(bagua.torch.local_rank()) before the model is made, "
+                    "start fewer ranks, or allow it with allow_shared_gpu "
+                    "(bagua-run --allow-shared-gpu)"
+                )
 
 
 def _first_difference(

@@ -1,5 +1,6 @@
 // Codes of 8 or 4 bits on a line from a block's least to its greatest value.
 //
+//   lo = least + 0, hi = greatest + 0   (a zero is a positive one, whichever comes first)
 //   step = hi/top - lo/top   (no overflow at the extremes), inv = 1/step, or 0 if that is no number
 //   code = min(top, rint((x - lo) * inv)),  x' = lo + code * step
 //
@@ -29,7 +30,7 @@ struct MinMax {
 
   BAGUA_BOTH static Head head_of(const Extremes<float, int32_t>& all, int) {
     if (all.bad) return {not_a_number(), 0.0f};
-    const float lo = all.lo + 0.0f, hi = all.hi + 0.0f;  // a zero is a positive one
+    const float lo = all.lo + 0.0f, hi = all.hi + 0.0f;
     return {lo, hi / kTop - lo / kTop};
   }
   BAGUA_BOTH static Coder coder_of(const Head& head) {

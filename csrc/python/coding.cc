@@ -2,7 +2,11 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
+
+#include "codec/gpu.h"
 #include "common/errors.h"
+#include "kernel/reduce.h"
 #include "python/objects.h"
 #include "python/plain.h"
 
@@ -17,12 +21,82 @@ Isa isa_named(const std::string& name) {
   throw UsageError("this processor has no instruction set " + name);
 }
 
-Plain plain_of(const py::object& array, DType dtype, int64_t count) {
-  Plain plain;
-  if (!read_plain(array.ptr(), plain) || plain.device != kHost || plain.dtype != dtype ||
-      plain.count() < count)
-    throw UsageError("a codec needs writable arrays in C order: float32 values, uint8 bytes");
-  return plain;
+// Values and the bytes they are coded in; null where there are none.
+struct Operand {
+  Operand(const py::object& array, DType dtype, int64_t count) {
+    if (array.is_none()) return;
+    if (!read_plain(array.ptr(), plain) || plain.dtype != dtype || plain.count() < count)
+      throw UsageError("a codec needs writable arrays in C order: float32 values, uint8 bytes");
+  }
+  float* values() const { return reinterpret_cast<float*>(plain.data); }
+  Plain plain = {};
+};
+
+// The GPU that all are on; null: all are in the host's memory.
+Device* device_of_all(std::initializer_list<const Operand*> operands) {
+  int number = -2;
+  for (const Operand* operand : operands) {
+    if (!operand->plain.data) continue;
+    if (number >= kHost && operand->plain.device != number)
+      throw UsageError("a codec's arrays must all be on one device");
+    number = operand->plain.device;
+  }
+  return number >= 0 ? &device_of(number) : nullptr;
+}
+
+void encode(const Coding& c, const py::object& values, const py::object& wire,
+            const std::string& isa, const py::object& residual) {
+  const Operand from(values, DType::kF32, 0);
+  const int64_t count = from.plain.count();
+  const Operand to(wire, DType::kU8, c.wire_nbytes(count));
+  const Operand lost(residual, DType::kF32, count);
+  if (Device* device = device_of_all({&from, &to, &lost}))
+    return gpu_encode(c, from.values(), lost.values(), count, to.plain.data,
+                      current_stream(*device));
+  if (lost.plain.data)
+    return c.encode_rest(from.values(), lost.values(), count, to.plain.data, isa_named(isa));
+  c.encode(from.values(), count, to.plain.data, isa_named(isa));
+}
+
+void decode(const Coding& c, const py::object& wire, const py::object& values,
+            const std::string& isa) {
+  const Operand to(values, DType::kF32, 0);
+  const int64_t count = to.plain.count();
+  const Operand from(wire, DType::kU8, c.wire_nbytes(count));
+  if (Device* device = device_of_all({&from, &to}))
+    return gpu_decode(c, from.plain.data, count, to.values(), current_stream(*device));
+  c.decode(from.plain.data, count, to.values(), isa_named(isa));
+}
+
+// Adds up what wires say, in order, and divides the sum by their number: what one rank does for all
+// in an allreduce.
+void average(const Coding& c, const std::vector<py::object>& wires, const py::object& wire,
+             const py::object& values, const py::object& residual) {
+  const Operand out(values, DType::kF32, 0);
+  const int64_t count = out.plain.count();
+  const Operand to(wire, DType::kU8, c.wire_nbytes(count)), lost(residual, DType::kF32, count);
+  Finish finish;
+  finish.divisor = static_cast<double>(wires.size());
+  std::vector<const char*> said;
+  Device* device = device_of_all({&out, &to, &lost});
+  for (const py::object& one : wires) {
+    const Operand from(one, DType::kU8, c.wire_nbytes(count));
+    device_of_all({&out, &from});
+    said.push_back(from.plain.data);
+  }
+  if (device)
+    return gpu_add_up(c, said.data(), static_cast<int>(said.size()), finish, lost.values(), count,
+                      to.plain.data, out.values(), current_stream(*device));
+  std::fill_n(out.values(), count, 0.0f);
+  for (const char* from : said) c.decode_add(from, count, out.values());
+  const void* srcs[] = {out.values()};
+  reduce(DType::kF32, ReduceOp::kSum, out.values(), srcs, 1, count, finish);
+  if (lost.plain.data) {
+    c.encode_rest(out.values(), lost.values(), count, to.plain.data);
+  } else {
+    c.encode(out.values(), count, to.plain.data);
+  }
+  c.decode(to.plain.data, count, out.values());
 }
 
 }  // namespace
@@ -35,25 +109,11 @@ void add_coding_type(py::module_& m) {
            py::arg("codec"), py::arg("kept") = 41, py::arg("values") = "raw")
       .def_property_readonly("block", &Coding::block)
       .def("wire_nbytes", &Coding::wire_nbytes)
-      .def(
-          "encode",
-          [](const Coding& c, const py::object& values, const py::object& wire,
-             const std::string& isa) {
-            const Plain from = plain_of(values, DType::kF32, 0);
-            const Plain to = plain_of(wire, DType::kU8, c.wire_nbytes(from.count()));
-            c.encode(reinterpret_cast<const float*>(from.data), from.count(), to.data,
-                     isa_named(isa));
-          },
-          py::arg("values"), py::arg("wire"), py::arg("isa") = "")
-      .def(
-          "decode",
-          [](const Coding& c, const py::object& wire, const py::object& values,
-             const std::string& isa) {
-            const Plain to = plain_of(values, DType::kF32, 0);
-            const Plain from = plain_of(wire, DType::kU8, c.wire_nbytes(to.count()));
-            c.decode(from.data, to.count(), reinterpret_cast<float*>(to.data), isa_named(isa));
-          },
-          py::arg("wire"), py::arg("values"), py::arg("isa") = "");
+      .def("encode", encode, py::arg("values"), py::arg("wire"), py::arg("isa") = "",
+           py::arg("residual") = py::none())
+      .def("decode", decode, py::arg("wire"), py::arg("values"), py::arg("isa") = "")
+      .def("average", average, py::arg("wires"), py::arg("wire"), py::arg("values"),
+           py::arg("residual") = py::none());
   m.def("isas", [] {
     std::vector<std::string> names;
     for (int i = 0; i < kIsaCount; ++i)

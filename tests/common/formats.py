@@ -50,8 +50,9 @@ def minmax_codes(x: Floats, block: int, bits: int) -> tuple[list[Any], NDArray[A
         return [NAN, F(0)], np.full(len(x), top)
     whole = filled(x, block, x[0])
     # Of equal values the older one stays: it matters for 0.0 and -0.0.
-    lo = gathered(whole, whole[:32], lambda old, new: np.where(new < old, new, old))
-    hi = gathered(whole, whole[:32], lambda old, new: np.where(new > old, new, old))
+    # Adding 0 makes every zero a positive one.
+    lo = gathered(whole, whole[:32], lambda old, new: np.where(new < old, new, old)) + F(0)
+    hi = gathered(whole, whole[:32], lambda old, new: np.where(new > old, new, old)) + F(0)
     step = hi / top - lo / top
     place = (x - lo) * inverse(step)
     return [lo, step], np.rint(np.where(place < top, place, top))

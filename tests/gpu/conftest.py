@@ -1,0 +1,23 @@
+"""Tests of what is done on a GPU, by one rank and by two that share it.
+
+Where there is no GPU they are skipped, and say so; no other test is.
+"""
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "tests/gpu" in item.path.as_posix():
+            item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.fixture(scope="session")
+def hvd():
+    import bagua.torch
+
+    bagua.torch.init(allow_shared_gpu=True)
+    return bagua.torch

@@ -1,0 +1,93 @@
+"""Codecs on a GPU and on a CPU: every byte and every bit is the same."""
+
+import pytest
+import torch
+
+from bagua.common.core import core
+
+CODECS = ["raw", "fp16", "bf16", "minmax_u8", "minmax_u4", "fp8_e4m3", "sign1"]
+COUNTS = [1, 7, 127, 512, 513, 2048 + 31, 100_003]
+
+
+def hard_values(count: int, seed: int) -> torch.Tensor:
+    """Of all magnitudes, with blocks of every awkward kind among them."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(count, generator=generator)
+    for number, block in enumerate(values.split(2048)):
+        kind = (number + seed) % 8
+        if kind == 1:
+            block.fill_(-0.375)
+        elif kind == 2:
+            block[len(block) // 2] = torch.nan
+        elif kind == 3:
+            block[-1] = -torch.inf
+        elif kind in (4, 5):
+            block.mul_((1e-42, 3e37)[kind - 4])
+        elif kind == 6:
+            block.mul_(1e-3).add_(4e6)
+        elif kind == 7:
+            block.copy_(torch.where(block > 0, 0.0, -0.0))
+    return values
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().view(torch.uint8)
+
+
+def assert_same(on_gpu: torch.Tensor, on_cpu: torch.Tensor) -> None:
+    assert torch.equal(bits(on_gpu), bits(on_cpu))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("seed", range(4))
+def test_encodes_and_decodes_alike(codec, count, seed):
+    coding = core.Coding(codec)
+    values = hard_values(count, seed)
+    lost = torch.full((count,), 0.0625)
+    for residual in (None, lost):
+        wire = torch.zeros(coding.wire_nbytes(count), dtype=torch.uint8)
+        gpu_wire, gpu_lost = wire.cuda(), lost.cuda()
+        coding.encode(values, wire, residual=residual)
+        coding.encode(values.cuda(), gpu_wire, residual=None if residual is None else gpu_lost)
+        assert_same(gpu_wire, wire)
+        if residual is not None:
+            assert_same(gpu_lost, residual)
+        said = torch.empty(count)
+        gpu_said = said.cuda()
+        coding.decode(wire, said)
+        coding.decode(gpu_wire, gpu_said)
+        assert_same(gpu_said, said)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("nwires", [1, 2, 8])
+def test_adds_up_alike(codec, nwires):
+    coding, count = core.Coding(codec), 100_003
+    wires = []
+    for seed in range(nwires):
+        wire = torch.zeros(coding.wire_nbytes(count), dtype=torch.uint8)
+        coding.encode(hard_values(count, seed), wire)
+        wires.append(wire)
+    for keeps in (False, True):
+        outcomes = []
+        for device in ("cpu", "cuda"):
+            wire = torch.zeros_like(wires[0], device=device)
+            values, lost = (torch.zeros(count, device=device) for _ in range(2))
+            given = [one.to(device) for one in wires]
+            coding.average(given, wire, values, residual=lost if keeps else None)
+            outcomes.append((wire, values, lost))
+        for on_cpu, on_gpu in zip(*outcomes):
+            assert_same(on_gpu, on_cpu)
+
+
+def test_misplaced_values():
+    coding = core.Coding("minmax_u8")
+    with pytest.raises(ValueError, match="one device"):
+        coding.encode(torch.ones(8).cuda(), torch.zeros(64, dtype=torch.uint8))
+    values = torch.ones(1025).cuda()[1:]  # whole vectors cannot be loaded from there
+    wire = torch.zeros(coding.wire_nbytes(1024), dtype=torch.uint8)
+    gpu_wire = wire.cuda()
+    coding.encode(values.cpu(), wire)
+    coding.encode(values, gpu_wire)
+    assert_same(gpu_wire, wire)
