@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -67,12 +68,15 @@ CUDA_WHEELS = [
 
 
 def cuda_root() -> Path | None:
-    """The CUDA toolkit to build with: that of nvcc on PATH or in CUDA_HOME, or the wheels."""
+    """The CUDA toolkit to build with: that of nvcc on PATH or in CUDA_HOME, or the wheels.
+
+    Versions before 12 are as good as none.
+    """
     if wanted_cuda() == "0":
         return None
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc", path=f"{named}/bin") if named else shutil.which("nvcc")
-    if nvcc:
+    if nvcc and cuda_version(nvcc) >= 12:
         # It may be a script that calls another.
         lines = subprocess.run(
             [nvcc, "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True
@@ -86,6 +90,12 @@ def cuda_root() -> Path | None:
         return Path(str(found[0].locate())).resolve().parent.parent if found else None
     except metadata.PackageNotFoundError:
         return None
+
+
+def cuda_version(nvcc: str) -> int:
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"release (\d+)", text)
+    return int(found.group(1)) if found else 0
 
 
 def wanted_cuda() -> str:
@@ -134,7 +144,7 @@ class CMakeBuild(build_ext):
         root = cuda_root()
         if wanted_cuda() == "1" and root is None:
             raise SystemExit(
-                "BAGUA_CUDA=1, but there is no nvcc: set CUDA_HOME, or "
+                "BAGUA_CUDA=1, but there is no nvcc of version 12 or newer: set CUDA_HOME, or "
                 f"pip install {' '.join(CUDA_WHEELS)}"
             )
         return root

@@ -12,11 +12,18 @@ message(STATUS "Building for GPUs with ${BAGUA_NVCC}")
 target_include_directories(bagua_core SYSTEM PRIVATE ${cuda_include})
 target_link_libraries(bagua_core PUBLIC ${cuda_runtime} rt)
 
-# A100, H100 and H200, B100 and B200; and what later ones compile by themselves. Bytes must be those
-# of CPUs, so: no contraction into FMA.
+# A100, H100 and H200, B100 and B200, if this nvcc knows them; and what later ones compile by
+# themselves. Bytes must be those of CPUs, so: no contraction into FMA.
+execute_process(COMMAND ${BAGUA_NVCC} --list-gpu-arch OUTPUT_VARIABLE known COMMAND_ERROR_IS_FATAL ANY)
+set(archs)
+foreach(arch 80 90 100)
+  if(known MATCHES "compute_${arch}[\r\n]")
+    list(APPEND archs -gencode arch=compute_${arch},code=sm_${arch})
+    set(newest ${arch})
+  endif()
+endforeach()
 set(nvcc_flags -std=c++17 -O3 -fmad=false --expt-relaxed-constexpr
-  -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90
-  -gencode arch=compute_100,code=sm_100 -gencode arch=compute_100,code=compute_100
+  ${archs} -gencode arch=compute_${newest},code=compute_${newest}
   -ccbin ${CMAKE_CXX_COMPILER} -Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra
   -I${CMAKE_SOURCE_DIR}/csrc)
 file(GLOB_RECURSE kernel_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/*.cu)

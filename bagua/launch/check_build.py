@@ -38,6 +38,9 @@ def report(mpirun: str = "") -> tuple[str, bool]:
         _item("Python", True, f"{platform.python_version()} ({sys.executable})"),
     ]
     lines += [_mpirun_item(mpirun), _mpi4py_item()]
+    if build is not None and build.get("cuda", "") != "not built":
+        found = importlib.import_module("bagua._core").cuda_devices()
+        lines.append(_item("GPU", not found.startswith("no "), found))
     for package in ("numpy", "torch"):
         version = installed(package)
         lines.append(_item(package, bool(version), version or "not installed"))

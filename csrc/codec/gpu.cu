@@ -8,6 +8,7 @@
 #include "codec/minmax_u8.h"
 #include "codec/sign1.h"
 #include "codec/warp.h"
+#include "codec/warp_topk.h"
 #include "common/errors.h"
 #include "kernel/half.h"
 
@@ -23,6 +24,7 @@ struct GpuWarp {
   __device__ uint32_t down(uint32_t x, int d) const { return __shfl_down_sync(kAll, x, d); }
   __device__ uint32_t first(uint32_t x) const { return __shfl_sync(kAll, x, 0); }
   __device__ uint32_t vote(bool b) const { return __ballot_sync(kAll, b); }
+  __device__ void sync() const { __syncwarp(); }
 };
 
 struct Wires {
@@ -96,22 +98,6 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- formats of single values -------------------------------------------------------------------
 
-struct Float {
-  using Wire = float;
-  static __device__ float code(float x) { return x; }
-  static __device__ float value(float code) { return code; }
-};
-struct Half {
-  using Wire = F16;
-  static __device__ F16 code(float x) { return to_f16(x); }
-  static __device__ float value(F16 code) { return to_float(code); }
-};
-struct BrainHalf {
-  using Wire = BF16;
-  static __device__ BF16 code(float x) { return to_bf16(x); }
-  static __device__ float value(BF16 code) { return to_float(code); }
-};
-
 template <class F>
 __device__ void for_each(int64_t count, F&& f) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
@@ -150,6 +136,71 @@ __global__ void add_up_single(Wires wires, float divisor, float factor, float* r
   });
 }
 
+// ---- topk: a warp to a chunk
+// ---------------------------------------------------------------------
+
+// What a chunk is made of: the whole ones are alike, the last may be shorter.
+struct Chunks {
+  int64_t count;
+  int kept, last_kept;
+  int coded_nbytes, last_coded_nbytes;
+};
+
+// Calls f(warp, desk, values' begin, how many, how many are kept, bytes of their codes, wire's
+// begin) for each chunk.
+template <class F>
+__device__ void for_chunks(const Chunks& chunks, F&& f) {
+  extern __shared__ __align__(16) char memory[];
+  const Desk desk(memory, chunks.kept, chunks.coded_nbytes);
+  const int64_t number = (chunks.count + Desk::kChunk - 1) / Desk::kChunk;
+  const int64_t wire_nbytes = 2 * chunks.kept + chunks.coded_nbytes;
+  for (int64_t chunk = blockIdx.x; chunk < number; chunk += gridDim.x) {
+    const int64_t begin = chunk * Desk::kChunk, left = chunks.count - begin;
+    const bool whole = left >= Desk::kChunk;
+    f(GpuWarp(), desk, begin, whole ? Desk::kChunk : static_cast<int>(left),
+      whole ? chunks.kept : chunks.last_kept,
+      whole ? chunks.coded_nbytes : chunks.last_coded_nbytes, chunk * wire_nbytes);
+  }
+}
+
+template <class V>
+__global__ void __launch_bounds__(kLanes)
+    encode_chunks(const float* in, float* residual, Chunks chunks, uint8_t* wire) {
+  for_chunks(chunks, [&](const GpuWarp& warp, const Desk& desk, int64_t begin, int n, int kept,
+                         int coded_nbytes, int64_t at) {
+    for (int i = warp.lane(); i < n; i += kLanes)
+      desk.chunk[i] = residual ? residual[begin + i] + in[begin + i] : in[begin + i];
+    warp.sync();
+    encode_chunk<V>(warp, desk, n, kept, coded_nbytes, wire + at, nullptr,
+                    residual ? residual + begin : nullptr);
+  });
+}
+
+// Without a wire to encode the sum to, that is all.
+template <class V>
+__global__ void __launch_bounds__(kLanes)
+    add_up_chunks(Wires wires, float divisor, float factor, float* residual, Chunks chunks,
+                  uint8_t* wire, float* out) {
+  for_chunks(chunks, [&](const GpuWarp& warp, const Desk& desk, int64_t begin, int n, int kept,
+                         int coded_nbytes, int64_t at) {
+    for (int i = warp.lane(); i < n; i += kLanes) desk.chunk[i] = 0;
+    warp.sync();
+    for (int k = 0; k < wires.count; ++k)
+      add_chunk<V>(warp, desk, n, kept, coded_nbytes,
+                   reinterpret_cast<const uint8_t*>(wires.of[k]) + at);
+    for (int i = warp.lane(); i < n; i += kLanes) {
+      float& sum = desk.chunk[i];
+      if (divisor != 1 || factor != 1) sum = finished(sum, divisor, factor);
+      if (residual) sum += residual[begin + i];
+      if (!wire) out[begin + i] = sum;
+    }
+    warp.sync();
+    if (wire)
+      encode_chunk<V>(warp, desk, n, kept, coded_nbytes, wire + at, out + begin,
+                      residual ? residual + begin : nullptr);
+  });
+}
+
 // ---- the table ----------------------------------------------------------------------------------
 
 int blocks_for(int64_t items, int per_block) {
@@ -168,16 +219,17 @@ struct OfBlocks {
   static int grid(int64_t count) {
     return blocks_for((count + C::kBlock - 1) / C::kBlock, kThreads / kLanes);
   }
-  static void encode(const float* in, float* residual, int64_t count, char* wire, cudaStream_t s) {
+  static void encode(const Coding&, const float* in, float* residual, int64_t count, char* wire,
+                     cudaStream_t s) {
     encode_kernel<C>
         <<<grid(count), kThreads, 0, s>>>(in, residual, count, reinterpret_cast<uint8_t*>(wire));
   }
-  static void decode(const char* wire, int64_t count, float* out, cudaStream_t s) {
+  static void decode(const Coding&, const char* wire, int64_t count, float* out, cudaStream_t s) {
     decode_kernel<C>
         <<<grid(count), kThreads, 0, s>>>(reinterpret_cast<const uint8_t*>(wire), count, out);
   }
-  static void add_up(const Wires& wires, Finish f, float* residual, int64_t count, char* wire,
-                     float* out, cudaStream_t s) {
+  static void add_up(const Coding&, const Wires& wires, Finish f, float* residual, int64_t count,
+                     char* wire, float* out, cudaStream_t s) {
     add_up_kernel<C><<<grid(count), kThreads, 0, s>>>(wires, static_cast<float>(f.divisor),
                                                       static_cast<float>(f.factor), residual, count,
                                                       reinterpret_cast<uint8_t*>(wire), out);
@@ -188,27 +240,67 @@ template <class S>
 struct OfSingles {
   using Wire = typename S::Wire;
   static int grid(int64_t count) { return blocks_for(count, kThreads); }
-  static void encode(const float* in, float* residual, int64_t count, char* wire, cudaStream_t s) {
+  static void encode(const Coding&, const float* in, float* residual, int64_t count, char* wire,
+                     cudaStream_t s) {
     encode_single<S>
         <<<grid(count), kThreads, 0, s>>>(in, residual, count, reinterpret_cast<Wire*>(wire));
   }
-  static void decode(const char* wire, int64_t count, float* out, cudaStream_t s) {
+  static void decode(const Coding&, const char* wire, int64_t count, float* out, cudaStream_t s) {
     decode_single<S>
         <<<grid(count), kThreads, 0, s>>>(reinterpret_cast<const Wire*>(wire), count, out);
   }
-  static void add_up(const Wires& wires, Finish f, float* residual, int64_t count, char* wire,
-                     float* out, cudaStream_t s) {
+  static void add_up(const Coding&, const Wires& wires, Finish f, float* residual, int64_t count,
+                     char* wire, float* out, cudaStream_t s) {
     add_up_single<S><<<grid(count), kThreads, 0, s>>>(wires, static_cast<float>(f.divisor),
                                                       static_cast<float>(f.factor), residual, count,
                                                       reinterpret_cast<Wire*>(wire), out);
   }
 };
 
+template <class V>
+struct OfChunks {
+  static int grid(int64_t count) { return blocks_for(count, Desk::kChunk); }
+  static Chunks chunks_of(const Coding& coding, int64_t count) {
+    const int64_t rest = count % Desk::kChunk;
+    const auto kept = [&](int64_t n) { return static_cast<int>(TopK::kept_of(coding, n)); };
+    const auto coded = [&](int64_t n) {
+      return static_cast<int>(coding.values->wire_nbytes(coding, kept(n)));
+    };
+    return {count, kept(Desk::kChunk), kept(rest), coded(Desk::kChunk), coded(rest)};
+  }
+  // What a block of threads has to share; more than the usual needs to be asked for.
+  template <class Kernel>
+  static size_t desk(Kernel* kernel, const Chunks& chunks) {
+    const size_t nbytes = Desk::nbytes(chunks.kept, chunks.coded_nbytes);
+    if (nbytes > 48 << 10)
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(nbytes));
+    return nbytes;
+  }
+  static void encode(const Coding& coding, const float* in, float* residual, int64_t count,
+                     char* wire, cudaStream_t s) {
+    const Chunks chunks = chunks_of(coding, count);
+    encode_chunks<V><<<grid(count), kLanes, desk(encode_chunks<V>, chunks), s>>>(
+        in, residual, chunks, reinterpret_cast<uint8_t*>(wire));
+  }
+  static void decode(const Coding& coding, const char* wire, int64_t count, float* out,
+                     cudaStream_t s) {
+    add_up(coding, {{wire}, 1}, {}, nullptr, count, nullptr, out, s);
+  }
+  static void add_up(const Coding& coding, const Wires& wires, Finish f, float* residual,
+                     int64_t count, char* wire, float* out, cudaStream_t s) {
+    const Chunks chunks = chunks_of(coding, count);
+    add_up_chunks<V><<<grid(count), kLanes, desk(add_up_chunks<V>, chunks), s>>>(
+        wires, static_cast<float>(f.divisor), static_cast<float>(f.factor), residual, chunks,
+        reinterpret_cast<uint8_t*>(wire), out);
+  }
+};
+
 struct Row {
-  const char* name;
-  void (*encode)(const float*, float*, int64_t, char*, cudaStream_t);
-  void (*decode)(const char*, int64_t, float*, cudaStream_t);
-  void (*add_up)(const Wires&, Finish, float*, int64_t, char*, float*, cudaStream_t);
+  const char* name;  // topk's has that of its values' codec behind it
+  void (*encode)(const Coding&, const float*, float*, int64_t, char*, cudaStream_t);
+  void (*decode)(const Coding&, const char*, int64_t, float*, cudaStream_t);
+  void (*add_up)(const Coding&, const Wires&, Finish, float*, int64_t, char*, float*, cudaStream_t);
 };
 template <class T>
 constexpr Row row(const char* name) {
@@ -217,13 +309,24 @@ constexpr Row row(const char* name) {
 
 const Row& row_of(const Coding& coding) {
   static constexpr Row rows[] = {
-      row<OfSingles<Float>>("raw"),         row<OfSingles<Half>>("fp16"),
-      row<OfSingles<BrainHalf>>("bf16"),    row<OfBlocks<MinMaxU8>>("minmax_u8"),
-      row<OfBlocks<MinMaxU4>>("minmax_u4"), row<OfBlocks<Fp8E4M3>>("fp8_e4m3"),
+      row<OfSingles<Float>>("raw"),
+      row<OfSingles<Half>>("fp16"),
+      row<OfSingles<BrainHalf>>("bf16"),
+      row<OfBlocks<MinMaxU8>>("minmax_u8"),
+      row<OfBlocks<MinMaxU4>>("minmax_u4"),
+      row<OfBlocks<Fp8E4M3>>("fp8_e4m3"),
       row<OfBlocks<Sign1>>("sign1"),
+      row<OfChunks<KeptSingles<Float>>>("topk raw"),
+      row<OfChunks<KeptSingles<Half>>>("topk fp16"),
+      row<OfChunks<KeptSingles<BrainHalf>>>("topk bf16"),
+      row<OfChunks<KeptBlocks<MinMaxU8>>>("topk minmax_u8"),
+      row<OfChunks<KeptBlocks<MinMaxU4>>>("topk minmax_u4"),
+      row<OfChunks<KeptBlocks<Fp8E4M3>>>("topk fp8_e4m3"),
   };
+  std::string name = coding.codec->name;
+  if (coding.codec->sparse) name += std::string(" ") + coding.values->name;
   for (const Row& row : rows)
-    if (std::string(row.name) == coding.codec->name) return row;
+    if (row.name == name) return row;
   throw InternalError(std::string(coding.codec->name) + " has no kernels");
 }
 
@@ -232,14 +335,14 @@ const Row& row_of(const Coding& coding) {
 void gpu_encode(const Coding& coding, const float* in, float* residual, int64_t count, char* wire,
                 Device::Stream stream) {
   if (count == 0) return;
-  row_of(coding).encode(in, residual, count, wire, static_cast<cudaStream_t>(stream));
+  row_of(coding).encode(coding, in, residual, count, wire, static_cast<cudaStream_t>(stream));
   check_launch();
 }
 
 void gpu_decode(const Coding& coding, const char* wire, int64_t count, float* out,
                 Device::Stream stream) {
   if (count == 0) return;
-  row_of(coding).decode(wire, count, out, static_cast<cudaStream_t>(stream));
+  row_of(coding).decode(coding, wire, count, out, static_cast<cudaStream_t>(stream));
   check_launch();
 }
 
@@ -249,7 +352,8 @@ void gpu_add_up(const Coding& coding, const char* const* wires, int nwires, Fini
   if (nwires > kMostWires) throw InternalError("at most 64 wires are added up at once");
   Wires all = {{}, nwires};
   std::copy_n(wires, nwires, all.of);
-  row_of(coding).add_up(all, finish, residual, count, wire, out, static_cast<cudaStream_t>(stream));
+  row_of(coding).add_up(coding, all, finish, residual, count, wire, out,
+                        static_cast<cudaStream_t>(stream));
   check_launch();
 }
 

@@ -42,9 +42,13 @@ class Current {
   static void* driver(const char* symbol) {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
-    if (cudaGetDriverEntryPointByVersion(symbol, &function, 12000, cudaEnableDefault, &found))
-      return nullptr;
-    return function;
+#if CUDART_VERSION >= 12050
+    const auto status =
+        cudaGetDriverEntryPointByVersion(symbol, &function, 12000, cudaEnableDefault, &found);
+#else
+    const auto status = cudaGetDriverEntryPoint(symbol, &function, cudaEnableDefault, &found);
+#endif
+    return status == cudaSuccess ? function : nullptr;
   }
 
   int before_ = 0;

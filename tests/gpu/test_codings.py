@@ -5,7 +5,8 @@ import torch
 
 from bagua.common.core import core
 
-CODECS = ["raw", "fp16", "bf16", "minmax_u8", "minmax_u4", "fp8_e4m3", "sign1"]
+CODECS = [("raw",), ("fp16",), ("bf16",), ("minmax_u8",), ("minmax_u4",), ("fp8_e4m3",), ("sign1",)]
+CODECS += [("topk", 41, "raw"), ("topk", 1, "fp16"), ("topk", 600, "minmax_u8"), ("topk", 4096)]
 COUNTS = [1, 7, 127, 512, 513, 2048 + 31, 100_003]
 
 
@@ -42,7 +43,7 @@ def assert_same(on_gpu: torch.Tensor, on_cpu: torch.Tensor) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("seed", range(4))
 def test_encodes_and_decodes_alike(codec, count, seed):
-    coding = core.Coding(codec)
+    coding = core.Coding(*codec)
     values = hard_values(count, seed)
     lost = torch.full((count,), 0.0625)
     for residual in (None, lost):
@@ -63,7 +64,7 @@ def test_encodes_and_decodes_alike(codec, count, seed):
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("nwires", [1, 2, 8])
 def test_adds_up_alike(codec, nwires):
-    coding, count = core.Coding(codec), 100_003
+    coding, count = core.Coding(*codec), 100_003
     wires = []
     for seed in range(nwires):
         wire = torch.zeros(coding.wire_nbytes(count), dtype=torch.uint8)

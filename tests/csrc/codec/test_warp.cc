@@ -16,6 +16,7 @@
 #include "codec/minmax_u4.h"
 #include "codec/minmax_u8.h"
 #include "codec/sign1.h"
+#include "codec/warp_topk.h"
 
 namespace bagua {
 namespace {
@@ -57,6 +58,7 @@ struct HostWarp {
     for (int i = 0; i < kLanes; ++i) bits |= words[static_cast<size_t>(i)] << i;
     return bits;
   }
+  void sync() const { together.exchange(my_lane, 0); }
   int my_lane;
   Lockstep& together;
 };
@@ -191,6 +193,58 @@ TYPED_TEST(WarpTest, DecodesTheSameValues) {
         ASSERT_TRUE(same_bits(out, warp_out)) << "kind " << kind << ", " << n << " values";
         ASSERT_TRUE(same_bits(sum, warp_sum)) << "kind " << kind << ", " << n << " values";
       }
+}
+
+template <class V>
+void topk_like_a_cpu(const char* values_codec) {
+  // Thirty-two threads take turns: everything is tried with one codec, the hard things with all.
+  const bool all = std::string(values_codec) == "raw";
+  for (const int kept : all ? std::vector<int>{1, 41, 4096} : std::vector<int>{600})
+    for (int kind = 0; kind < (all ? kKinds : 4); ++kind)
+      for (const int n : {5, 777, 4096}) {
+        const Coding coding =
+            parse_coding("topk:" + std::to_string(kept) + ":" + std::string(values_codec));
+        const int here = static_cast<int>(TopK::kept_of(coding, n));
+        const auto coded = static_cast<int>(coding.values->wire_nbytes(coding, here));
+        const std::vector<float> in = hard_values(kind, n);
+        std::vector<float> rest(in.size(), 0.0625f), warp_rest = rest;
+        std::vector<float> said(in.size()), warp_said = said, sum(in.size(), 3), warp_sum = sum;
+        std::vector<char> wire(static_cast<size_t>(coding.wire_nbytes(n)) + 8, 'x');
+        std::vector<char> warp_wire = wire, memory(Desk::nbytes(here, coded) + 16);
+        coding.encode_rest(in.data(), rest.data(), n, wire.data());
+        coding.decode(wire.data(), n, said.data());
+        coding.decode_add(wire.data(), n, sum.data());
+        char* aligned = memory.data() + (16 - reinterpret_cast<uintptr_t>(memory.data()) % 16) % 16;
+        const Desk desk(aligned, here, coded);
+        run_warp([&](const HostWarp& warp) {
+          for (int i = warp.lane(); i < n; i += kLanes) desk.chunk[i] = warp_rest[i] + in[i];
+          warp.sync();
+          encode_chunk<V>(warp, desk, n, here, coded, reinterpret_cast<uint8_t*>(warp_wire.data()),
+                          warp_said.data(), warp_rest.data());
+          for (int i = warp.lane(); i < n; i += kLanes) desk.chunk[i] = warp_sum[i];
+          warp.sync();
+          add_chunk<V>(warp, desk, n, here, coded,
+                       reinterpret_cast<const uint8_t*>(warp_wire.data()));
+          for (int i = warp.lane(); i < n; i += kLanes) warp_sum[i] = desk.chunk[i];
+        });
+        const std::string what = std::to_string(kept) + " of " + std::to_string(n) + ", kind " +
+                                 std::to_string(kind) + ", " + values_codec;
+        ASSERT_EQ(wire, warp_wire) << what;
+        ASSERT_TRUE(same_bits(rest, warp_rest)) << what;
+        ASSERT_TRUE(same_bits(said, warp_said)) << what;
+        ASSERT_TRUE(same_bits(sum, warp_sum)) << what;
+      }
+}
+
+TEST(WarpTopK, KeepsTheSameValues) { topk_like_a_cpu<KeptSingles<Float>>("raw"); }
+TEST(WarpTopK, KeepsTheSameHalves) {
+  topk_like_a_cpu<KeptSingles<Half>>("fp16");
+  topk_like_a_cpu<KeptSingles<BrainHalf>>("bf16");
+}
+TEST(WarpTopK, KeepsTheSameBlocks) {
+  topk_like_a_cpu<KeptBlocks<MinMaxU8>>("minmax_u8");
+  topk_like_a_cpu<KeptBlocks<MinMaxU4>>("minmax_u4");
+  topk_like_a_cpu<KeptBlocks<Fp8E4M3>>("fp8_e4m3");
 }
 
 }  // namespace
