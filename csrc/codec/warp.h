@@ -123,13 +123,13 @@ struct Packed<4> {
   using Word = uint16_t;
 };
 
-// Codes of n values, to what follows a head.
-template <class C, class Warp>
-BAGUA_BOTH void store_codes(const Warp& warp, const uint32_t* codes, int n, uint8_t* to) {
+// Codes of n values, code(k) of this lane's k-th, to what follows a head.
+template <class C, class Warp, class Code>
+BAGUA_BOTH void store_codes(const Warp& warp, Code&& code, int n, uint8_t* to) {
   constexpr int kEach = Lanes<C>::kEach;
   if constexpr (C::kBits == 1) {
     for (int k = 0; k < kEach; ++k) {
-      const uint32_t word = warp.vote(codes[k] != 0);
+      const uint32_t word = warp.vote(code(k) != 0);
       const int left = n - k * kLanes;
       if (warp.lane() != k % kLanes || left <= 0) continue;
       if (left >= kLanes) {
@@ -147,7 +147,7 @@ BAGUA_BOTH void store_codes(const Warp& warp, const uint32_t* codes, int n, uint
       const int i = Lanes<C>::place(warp.lane(), k);
       uint32_t word = 0;
       for (int j = 0; j < 4; ++j)
-        if (n == C::kBlock || i + j < n) word |= codes[k + j] << (j * C::kBits);
+        if (n == C::kBlock || i + j < n) word |= code(k + j) << (j * C::kBits);
       uint8_t* place = to + i * C::kBits / 8;
       if (n == C::kBlock || i + 3 < n) {
         at<Word>(place) = static_cast<Word>(word);
@@ -186,19 +186,16 @@ BAGUA_BOTH void encode_block(const Warp& warp, Values<C>& values, int n, uint8_t
   const typename C::Head head = head_of<C>(warp, values, n);
   const typename C::Coder coder = C::coder_of(head);
   if (warp.lane() == 0) at<typename C::Head>(wire) = head;
-  uint32_t codes[Lanes<C>::kEach];
-  for (int k = 0; k < Lanes<C>::kEach; ++k) codes[k] = C::code(values.of[k], coder);
-  store_codes<C>(warp, codes, n, wire + sizeof head);
-  if (said) {
-    Values<C> told;
-    for (int k = 0; k < Lanes<C>::kEach; ++k) told.of[k] = C::value(codes[k], coder);
-    store<C>(warp, told, n, said);
-  }
-  if (rest) {
-    for (int k = 0; k < Lanes<C>::kEach; ++k)
-      values.of[k] = finite_or_zero(values.of[k] - C::value(codes[k], coder));
-    store<C>(warp, values, n, rest);
-  }
+  const auto code = [&](int k) { return C::code(values.of[k], coder); };
+  store_codes<C>(warp, code, n, wire + sizeof head);
+  if (!said && !rest) return;
+  Values<C> told;
+  for (int k = 0; k < Lanes<C>::kEach; ++k) told.of[k] = C::value(code(k), coder);
+  if (said) store<C>(warp, told, n, said);
+  if (!rest) return;
+  for (int k = 0; k < Lanes<C>::kEach; ++k)
+    values.of[k] = finite_or_zero(values.of[k] - told.of[k]);
+  store<C>(warp, values, n, rest);
 }
 
 // Adds what the wire says to n values.

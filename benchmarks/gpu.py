@@ -1,0 +1,183 @@
+"""What codecs and exchanges cost on a GPU.
+
+    python -m benchmarks.gpu
+
+Codecs code a bucket of 100 MB of float32, beside a copy of it on the device. Then 1 and 2 ranks,
+which share the GPU, average 64 MB and train the MLP of 40 MB, beside DistributedDataParallel over
+NCCL where it runs. Prints tables, and keeps the figures in benchmarks/results/, by the name of the
+device: nothing is written there but what a run has measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import interleaved
+from benchmarks.models import mlp, step
+from benchmarks.ranks import on_ranks
+
+RESULTS = Path(__file__).parent / "results"
+COUNT = 25 << 20  # float32: 100 MB
+WIRES = 8  # that are added up
+CODECS = ("raw", "fp16", "bf16", "minmax_u8", "minmax_u4", "fp8_e4m3", "sign1", "topk")
+
+
+def device_seconds(run: Callable[[], None], times: int = 20) -> float:
+    """The median time of a run on the device."""
+    seconds = []
+    for number in range(3 + times):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        run()
+        after.record()
+        after.synchronize()
+        if number >= 3:
+            seconds.append(before.elapsed_time(after) * 1e-3)
+    return statistics.median(seconds)
+
+
+def kernels() -> dict[str, Any]:
+    """Seconds, and the bytes that must be read and written at least."""
+    from bagua.common.core import core
+
+    values, other = torch.randn(COUNT, device="cuda"), torch.empty(COUNT, device="cuda")
+    nbytes = 4 * COUNT
+    figures = {
+        "copy": {"seconds": device_seconds(lambda: other.copy_(values)), "bytes": 2 * nbytes}
+    }
+    for name in CODECS:
+        coding = core.Coding(name)
+        wire = torch.zeros(coding.wire_nbytes(COUNT), dtype=torch.uint8, device="cuda")
+        part = COUNT // WIRES  # of which every rank has sent its wire
+        said = [
+            torch.zeros(coding.wire_nbytes(part), dtype=torch.uint8, device="cuda")
+            for _ in range(WIRES)
+        ]
+        for one in said:
+            coding.encode(values[:part], one)
+        runs = {
+            "encode": (partial(coding.encode, values, wire), nbytes + len(wire)),
+            "decode": (partial(coding.decode, wire, other), nbytes + len(wire)),
+            "average": (
+                partial(coding.average, said, wire, other[:part]),
+                (WIRES + 1) * len(said[0]) + 4 * part,
+            ),
+        }
+        for what, (run, touched) in runs.items():
+            figures[f"{name} {what}"] = {"seconds": device_seconds(run), "bytes": touched}
+    return figures
+
+
+def print_kernels(figures: dict[str, Any]) -> None:
+    speed = figures["copy"]["bytes"] / figures["copy"]["seconds"]
+    print(f"{'':<20}{'time':>12}{'bandwidth':>14}{'floor':>12}   time / floor")
+    for name, figure in figures.items():
+        seconds, floor = figure["seconds"], figure["bytes"] / speed
+        print(
+            f"{name:<20}{seconds * 1e6:>9.1f} us{figure['bytes'] / seconds * 1e-12:>9.2f} TB/s"
+            f"{floor * 1e6:>9.1f} us{seconds / floor:>11.2f} x"
+        )
+    print("floor: the bytes that must be touched, at the speed of the copy\n")
+
+
+def exchanges() -> dict[str, Any]:
+    """On every rank."""
+    import bagua.torch as bagua
+
+    bagua.init(allow_shared_gpu=True)
+    torch.cuda.set_device(bagua.local_rank() % torch.cuda.device_count())
+    tensor, inputs = torch.ones(16 << 20, device="cuda"), torch.randn(64, 784, device="cuda")
+    model, alone = mlp().cuda(), mlp().cuda()
+    bagua.broadcast_parameters(model.state_dict())
+    optimizer = bagua.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters()
+    )
+    plain = torch.optim.SGD(alone.parameters(), lr=1e-3)
+    runs: dict[str, Callable[[], Any]] = {
+        "allreduce 64 MB": lambda: bagua.allreduce_(tensor, name="large", op=bagua.Max),
+        "step": lambda: step(model, optimizer, inputs),
+        "step alone": lambda: step(alone, plain, inputs),
+    }
+    if find_nccl(bagua.size()):
+        ddp = torch.nn.parallel.DistributedDataParallel(mlp().cuda())
+        other = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+        runs["allreduce 64 MB, nccl"] = lambda: torch.distributed.all_reduce(
+            tensor, torch.distributed.ReduceOp.MAX
+        )
+        runs["step, nccl"] = lambda: step(ddp, other, inputs)
+
+    def finished(run: Callable[[], Any]) -> None:
+        run()
+        torch.cuda.synchronize()
+
+    timed = {name: partial(finished, run) for name, run in runs.items()}
+    return interleaved(timed, 10, bagua.barrier)
+
+
+def find_nccl(size: int) -> bool:
+    """Whether torch's NCCL can be used beside: ranks that share a GPU it refuses."""
+    if size > torch.cuda.device_count() or not torch.distributed.is_nccl_available():
+        return False
+    from mpi4py import MPI
+
+    import bagua.torch as bagua
+
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ["MASTER_PORT"] = str(MPI.COMM_WORLD.bcast(29000 + os.getpid() % 1000))
+    torch.distributed.init_process_group("nccl", rank=bagua.rank(), world_size=size)
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("there is no GPU here, so there is nothing to measure")
+        return 1
+    if options.as_rank:
+        figures = exchanges()
+        import bagua.torch
+
+        if bagua.torch.rank() == 0:
+            options.as_rank.write_text(json.dumps(figures))
+        return 0
+    name = torch.cuda.get_device_name()
+    results: dict[str, Any] = {
+        "device": name,
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "kernels": kernels(),
+    }
+    print(f"{name}\n")
+    print_kernels(results["kernels"])
+    path = RESULTS / f"{name.replace(' ', '-').lower()}.json"
+    RESULTS.mkdir(exist_ok=True)
+    for ranks in (1, 2):
+        output = path.with_suffix(f".{ranks}")
+        if on_ranks(ranks, "benchmarks.gpu", "--as-rank", str(output)) != 0:
+            return 1
+        results[f"{ranks} ranks"] = figures = json.loads(output.read_text())
+        output.unlink()
+        print(f"{ranks} ranks")
+        for what, figure in figures.items():
+            print(f"{what:<24}{figure['median_s'] * 1e3:>9.2f} ms")
+        print()
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"written: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
