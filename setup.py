@@ -107,10 +107,19 @@ def wanted_cuda() -> str:
     return wanted
 
 
+def driver_version() -> int:
+    """The first number of NVIDIA's; CUDA 13 needs 580. 0: there is none."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"\s(\d+)\.\d+", text)
+    return int(found.group(1)) if found else 0
+
+
 def build_requirements() -> list[str]:
     """Where there is no nvcc it comes from PyPI, if it is wanted or there is a GPU to use it on."""
-    has_gpu = Path("/proc/driver/nvidia/version").exists()
-    wants = wanted_cuda() == "1" or (wanted_cuda() == "auto" and has_gpu)
+    wants = wanted_cuda() == "1" or (wanted_cuda() == "auto" and driver_version() >= 580)
     return CUDA_WHEELS if wants and cuda_root() is None else []
 
 

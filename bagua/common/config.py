@@ -110,7 +110,7 @@ class Config:
         whole=True,
     )
     allow_shared_gpu: bool = _setting(
-        False, "let several ranks train on one GPU, which none of them becomes faster by"
+        False, "let several ranks train on one GPU, which makes none of them faster", agree=True
     )
     network_interfaces: str = _setting(
         "", "interfaces of the control connections, separated by commas (empty = any)"

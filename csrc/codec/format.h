@@ -32,6 +32,14 @@ BAGUA_BOTH float from_bits(uint32_t u) {
   return x;
 }
 BAGUA_BOTH float not_a_number() { return from_bits(0x7fc00000u); }
+// Of a NaN that arithmetic has passed on GPUs lose the bits.
+BAGUA_BOTH float same_nan(float x) {
+#ifdef __CUDA_ARCH__
+  return x != x ? not_a_number() : x;
+#else
+  return x;
+#endif
+}
 BAGUA_BOTH bool is_finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
 BAGUA_BOTH float finite_or_zero(float x) { return is_finite(x) ? x : 0.0f; }
 // 1 / x, or 0 where that is no number.

@@ -44,7 +44,7 @@ struct Fp8E4M3 {
     const uint32_t sign = (code & 0x80u) << 24;
     const float fraction = static_cast<float>(static_cast<int32_t>(magnitude)) * 0.001953125f;
     const float normal = from_bits((magnitude << 20) + 0x3c000000u);
-    return from_bits(bits_of(magnitude < 8u ? fraction : normal) | sign) * c.scale;
+    return same_nan(from_bits(bits_of(magnitude < 8u ? fraction : normal) | sign) * c.scale);
   }
 };
 

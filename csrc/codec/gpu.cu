@@ -47,8 +47,12 @@ __device__ void for_blocks(int64_t count, F&& f) {
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kLanes;
   for (int64_t block = first; block < blocks; block += warps) {
     const int64_t begin = block * C::kBlock;
-    const int n = static_cast<int>(count - begin < C::kBlock ? count - begin : C::kBlock);
-    f(GpuWarp(), begin, n, block * kWhole<C>);
+    const int64_t left = count - begin;
+    if (left >= C::kBlock) {  // the compiler makes the most of a known size
+      f(GpuWarp(), begin, C::kBlock, block * kWhole<C>);
+    } else {
+      f(GpuWarp(), begin, static_cast<int>(left), block * kWhole<C>);
+    }
   }
 }
 
@@ -83,6 +87,7 @@ __global__ void __launch_bounds__(kThreads)
                   uint8_t* wire, float* out) {
   for_blocks<C>(count, [&](const GpuWarp& warp, int64_t begin, int n, int64_t at) {
     Values<C> sum = {};
+#pragma unroll 4  // of several the codes are loaded before the first is used
     for (int i = 0; i < wires.count; ++i)
       decode_block<C, true>(warp, reinterpret_cast<const uint8_t*>(wires.of[i]) + at, n, sum);
     if (divisor != 1 || factor != 1)
@@ -176,7 +181,19 @@ __global__ void __launch_bounds__(kLanes)
   });
 }
 
-// Without a wire to encode the sum to, that is all.
+template <class V>
+__global__ void __launch_bounds__(kLanes)
+    decode_chunks(const uint8_t* wire, Chunks chunks, float* out) {
+  for_chunks(chunks, [&](const GpuWarp& warp, const Desk& desk, int64_t begin, int n, int kept,
+                         int coded_nbytes, int64_t at) {
+    for (int i = warp.lane(); i < n; i += kLanes) desk.chunk[i] = 0;
+    warp.sync();
+    add_chunk<V, false>(warp, desk, n, kept, coded_nbytes, wire + at);
+    for (int i = warp.lane(); i < n; i += kLanes) out[begin + i] = desk.chunk[i];
+    warp.sync();
+  });
+}
+
 template <class V>
 __global__ void __launch_bounds__(kLanes)
     add_up_chunks(Wires wires, float divisor, float factor, float* residual, Chunks chunks,
@@ -186,18 +203,16 @@ __global__ void __launch_bounds__(kLanes)
     for (int i = warp.lane(); i < n; i += kLanes) desk.chunk[i] = 0;
     warp.sync();
     for (int k = 0; k < wires.count; ++k)
-      add_chunk<V>(warp, desk, n, kept, coded_nbytes,
-                   reinterpret_cast<const uint8_t*>(wires.of[k]) + at);
+      add_chunk<V, true>(warp, desk, n, kept, coded_nbytes,
+                         reinterpret_cast<const uint8_t*>(wires.of[k]) + at);
     for (int i = warp.lane(); i < n; i += kLanes) {
       float& sum = desk.chunk[i];
       if (divisor != 1 || factor != 1) sum = finished(sum, divisor, factor);
       if (residual) sum += residual[begin + i];
-      if (!wire) out[begin + i] = sum;
     }
     warp.sync();
-    if (wire)
-      encode_chunk<V>(warp, desk, n, kept, coded_nbytes, wire + at, out + begin,
-                      residual ? residual + begin : nullptr);
+    encode_chunk<V>(warp, desk, n, kept, coded_nbytes, wire + at, out + begin,
+                    residual ? residual + begin : nullptr);
   });
 }
 
@@ -208,10 +223,20 @@ int blocks_for(int64_t items, int per_block) {
       std::max<int64_t>(1, std::min<int64_t>((items + per_block - 1) / per_block, kMostBlocks)));
 }
 
-void check_launch() {
-  const cudaError_t status = cudaGetLastError();
-  if (status != cudaSuccess)
-    throw InternalError(std::string("a codec's kernel: ") + cudaGetErrorString(status));
+void check_place(const char* wire) {
+  if (reinterpret_cast<uintptr_t>(wire) % 4 != 0)
+    throw UsageError("on a GPU a wire begins at a multiple of 4 bytes");
+}
+
+template <class F>
+void launch(Device& device, const char* wire, F&& kernel) {
+  check_place(wire);
+  device.as_current([&] {
+    kernel();
+    const cudaError_t status = cudaGetLastError();
+    if (status != cudaSuccess)
+      throw InternalError(std::string("a codec's kernel: ") + cudaGetErrorString(status));
+  });
 }
 
 template <class C>
@@ -285,7 +310,9 @@ struct OfChunks {
   }
   static void decode(const Coding& coding, const char* wire, int64_t count, float* out,
                      cudaStream_t s) {
-    add_up(coding, {{wire}, 1}, {}, nullptr, count, nullptr, out, s);
+    const Chunks chunks = chunks_of(coding, count);
+    decode_chunks<V><<<grid(count), kLanes, desk(decode_chunks<V>, chunks), s>>>(
+        reinterpret_cast<const uint8_t*>(wire), chunks, out);
   }
   static void add_up(const Coding& coding, const Wires& wires, Finish f, float* residual,
                      int64_t count, char* wire, float* out, cudaStream_t s) {
@@ -333,28 +360,33 @@ const Row& row_of(const Coding& coding) {
 }  // namespace
 
 void gpu_encode(const Coding& coding, const float* in, float* residual, int64_t count, char* wire,
-                Device::Stream stream) {
+                Device& device, Device::Stream stream) {
   if (count == 0) return;
-  row_of(coding).encode(coding, in, residual, count, wire, static_cast<cudaStream_t>(stream));
-  check_launch();
+  launch(device, wire, [&] {
+    row_of(coding).encode(coding, in, residual, count, wire, static_cast<cudaStream_t>(stream));
+  });
 }
 
-void gpu_decode(const Coding& coding, const char* wire, int64_t count, float* out,
+void gpu_decode(const Coding& coding, const char* wire, int64_t count, float* out, Device& device,
                 Device::Stream stream) {
   if (count == 0) return;
-  row_of(coding).decode(coding, wire, count, out, static_cast<cudaStream_t>(stream));
-  check_launch();
+  launch(device, wire, [&] {
+    row_of(coding).decode(coding, wire, count, out, static_cast<cudaStream_t>(stream));
+  });
 }
 
 void gpu_add_up(const Coding& coding, const char* const* wires, int nwires, Finish finish,
-                float* residual, int64_t count, char* wire, float* out, Device::Stream stream) {
+                float* residual, int64_t count, char* wire, float* out, Device& device,
+                Device::Stream stream) {
   if (count == 0) return;
   if (nwires > kMostWires) throw InternalError("at most 64 wires are added up at once");
   Wires all = {{}, nwires};
   std::copy_n(wires, nwires, all.of);
-  row_of(coding).add_up(coding, all, finish, residual, count, wire, out,
-                        static_cast<cudaStream_t>(stream));
-  check_launch();
+  for (int i = 0; i < nwires; ++i) check_place(wires[i]);
+  launch(device, wire, [&] {
+    row_of(coding).add_up(coding, all, finish, residual, count, wire, out,
+                          static_cast<cudaStream_t>(stream));
+  });
 }
 
 }  // namespace bagua

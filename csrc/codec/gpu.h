@@ -14,12 +14,13 @@ constexpr int kMostWires = 64;
 
 // Encodes values, plus what is in `residual` if it is not null; that becomes what encoding loses.
 void gpu_encode(const Coding& coding, const float* in, float* residual, int64_t count, char* wire,
-                Device::Stream stream);
-void gpu_decode(const Coding& coding, const char* wire, int64_t count, float* out,
+                Device& device, Device::Stream stream);
+void gpu_decode(const Coding& coding, const char* wire, int64_t count, float* out, Device& device,
                 Device::Stream stream);
 // Adds up what several wires say, in order, and finishes the sum. It is encoded, with its own
 // residual, and `out` becomes what that says.
 void gpu_add_up(const Coding& coding, const char* const* wires, int nwires, Finish finish,
-                float* residual, int64_t count, char* wire, float* out, Device::Stream stream);
+                float* residual, int64_t count, char* wire, float* out, Device& device,
+                Device::Stream stream);
 
 }  // namespace bagua

@@ -42,7 +42,7 @@ struct MinMax {
     return bits_of(place + 12582912.0f) & ((1u << Bits) - 1);
   }
   BAGUA_BOTH static float value(uint32_t code, const Coder& c) {
-    return c.lo + static_cast<float>(static_cast<int32_t>(code)) * c.step;
+    return same_nan(c.lo + static_cast<float>(static_cast<int32_t>(code)) * c.step);
   }
 };
 

@@ -4,14 +4,14 @@
 
 namespace bagua {
 
-void gpu_encode(const Coding&, const float*, float*, int64_t, char*, Device::Stream) {
+void gpu_encode(const Coding&, const float*, float*, int64_t, char*, Device&, Device::Stream) {
   throw InternalError("built without CUDA");
 }
-void gpu_decode(const Coding&, const char*, int64_t, float*, Device::Stream) {
+void gpu_decode(const Coding&, const char*, int64_t, float*, Device&, Device::Stream) {
   throw InternalError("built without CUDA");
 }
 void gpu_add_up(const Coding&, const char* const*, int, Finish, float*, int64_t, char*, float*,
-                Device::Stream) {
+                Device&, Device::Stream) {
   throw InternalError("built without CUDA");
 }
 

@@ -134,7 +134,7 @@ struct BrainHalf {
   BAGUA_BOTH static float value(BF16 code) { return to_float(code); }
 };
 
-// Encodes the n values in the chunk to a wire, which may lie on any even place. `said` and `rest`
+// Encodes the n values in the chunk to a wire, which may lie anywhere. `said` and `rest`
 // as in warp.h.
 template <class V, class Warp>
 BAGUA_BOTH void encode_chunk(const Warp& warp, const Desk& desk, int n, int kept, int coded_nbytes,
@@ -142,7 +142,10 @@ BAGUA_BOTH void encode_chunk(const Warp& warp, const Desk& desk, int n, int kept
   select(warp, desk, n, kept);
   V::encode(warp, desk.values, kept, desk.codes);
   warp.sync();
-  for (int i = warp.lane(); i < kept; i += kLanes) at<uint16_t>(wire + 2 * i) = desk.places[i];
+  for (int i = warp.lane(); i < kept; i += kLanes) {
+    wire[2 * i] = static_cast<uint8_t>(desk.places[i]);
+    wire[2 * i + 1] = static_cast<uint8_t>(desk.places[i] >> 8);
+  }
   for (int i = warp.lane(); i < coded_nbytes; i += kLanes) wire[2 * kept + i] = desk.codes[i];
   if (!said && !rest) return warp.sync();
   V::decode(warp, desk.codes, kept, desk.values);
@@ -168,8 +171,9 @@ BAGUA_BOTH void encode_chunk(const Warp& warp, const Desk& desk, int n, int kept
   warp.sync();
 }
 
-// Adds what the wire says to the n values in the chunk. It is not trusted to stay inside.
-template <class V, class Warp>
+// Adds what the wire says to the n values in the chunk, or puts it there. It is not trusted to stay
+// inside.
+template <class V, bool Adds, class Warp>
 BAGUA_BOTH void add_chunk(const Warp& warp, const Desk& desk, int n, int kept, int coded_nbytes,
                           const uint8_t* wire) {
   for (int i = warp.lane(); i < coded_nbytes; i += kLanes) desk.codes[i] = wire[2 * kept + i];
@@ -177,8 +181,8 @@ BAGUA_BOTH void add_chunk(const Warp& warp, const Desk& desk, int n, int kept, i
   V::decode(warp, desk.codes, kept, desk.values);
   warp.sync();
   for (int i = warp.lane(); i < kept; i += kLanes) {
-    const int place = at<uint16_t>(wire + 2 * i);
-    if (place < n) desk.chunk[place] += desk.values[i];
+    const int place = wire[2 * i] | wire[2 * i + 1] << 8;
+    if (place < n) desk.chunk[place] = Adds ? desk.chunk[place] + desk.values[i] : desk.values[i];
   }
   warp.sync();
 }

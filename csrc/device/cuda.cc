@@ -22,6 +22,7 @@ void check(cudaError_t status, const char* what) {
 class Current {
  public:
   explicit Current(int number) {
+    cudaThreadExchangeStreamCaptureMode(&mode_);  // a capture elsewhere is none of our business
     check(cudaGetDevice(&before_), "cudaGetDevice");
     changed_ = before_ != number;
     if (changed_) check(cudaSetDevice(number), "cudaSetDevice");
@@ -29,6 +30,7 @@ class Current {
   // Going back to a device that nobody uses would take some of its memory.
   ~Current() {
     if (changed_ && in_use(before_)) cudaSetDevice(before_);
+    cudaThreadExchangeStreamCaptureMode(&mode_);
   }
 
  private:
@@ -51,6 +53,7 @@ class Current {
     return status == cudaSuccess ? function : nullptr;
   }
 
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
   int before_ = 0;
   bool changed_ = false;
 };
@@ -59,7 +62,12 @@ class CudaDevice : public Device {
  public:
   explicit CudaDevice(int number) : number_(number) {
     cudaDeviceProp about;
-    check(cudaGetDeviceProperties(&about, number), "cudaGetDeviceProperties");
+    const cudaError_t status = cudaGetDeviceProperties(&about, number);
+    if (status == cudaErrorInsufficientDriver)
+      throw UsageError("the driver is too old for CUDA " + cuda_compiled() +
+                       ", which bagua was built with: update it, or install bagua again with the "
+                       "nvcc of an older toolkit in CUDA_HOME");
+    check(status, "cudaGetDeviceProperties");
     name_ = "GPU " + std::to_string(number) + " (" + about.name + ")";
   }
   std::string name() const override { return name_; }
@@ -105,15 +113,21 @@ class CudaDevice : public Device {
     return stream;
   }
 
-  // Memory that cannot be pinned serves, too, but a copy then takes the host's time.
+  void as_current(const std::function<void()>& work) override {
+    const Current current(number_);
+    work();
+  }
+
   std::shared_ptr<char> pin(std::shared_ptr<char> memory, size_t nbytes) override {
     const Current current(number_);
     char* data = memory.get();
-    if (nbytes == 0 || cudaHostRegister(data, nbytes, cudaHostRegisterPortable) != cudaSuccess) {
+    if (cudaHostRegister(data, nbytes, cudaHostRegisterPortable) != cudaSuccess) {
       cudaGetLastError();
-      return memory;
+      return nullptr;
     }
-    return {data, [memory = std::move(memory)](char* p) { cudaHostUnregister(p); }};
+    return {data, [memory = std::move(memory), number = number_](char* p) {
+              if (cudaSetDevice(number) == cudaSuccess) cudaHostUnregister(p);
+            }};
   }
 
  private:

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -32,7 +33,9 @@ class Device {
 
   // One that lasts as long as the process, and whose work goes first.
   virtual Stream add_stream() = 0;
-  // The same memory, which the device can reach by itself until this is let go.
+  // Kernels that are started meanwhile run on this device.
+  virtual void as_current(const std::function<void()>& work) = 0;
+  // The same memory, which the device can reach by itself until this is let go; null if it cannot.
   virtual std::shared_ptr<char> pin(std::shared_ptr<char> memory, size_t nbytes) = 0;
 };
 

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <utility>
 
+#include "common/errors.h"
+
 namespace bagua {
 
 struct PretendDevice::Worker {
@@ -72,7 +74,12 @@ void PretendDevice::follow(Stream stream, const Mark& mark) {
   run(stream, [reached = std::static_pointer_cast<Reached>(mark)] { reached->wait(); });
 }
 
+void PretendDevice::check() const {
+  if (failed_) throw InternalError("the pretended device is broken");
+}
+
 bool PretendDevice::reached(const Mark& mark) {
+  check();
   if (!mark) return true;
   auto& reached = *static_cast<Reached*>(mark.get());
   std::lock_guard<std::mutex> lock(reached.mutex);
@@ -84,6 +91,7 @@ void PretendDevice::copy(void* to, const void* from, size_t nbytes, Stream strea
 }
 
 void PretendDevice::drain(Stream stream) {
+  check();
   const Mark here = mark(stream);
   static_cast<Reached*>(here.get())->wait();
 }

@@ -2,6 +2,7 @@
 // for streams, which take their time. For tests of what must wait for what.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -31,6 +32,9 @@ class PretendDevice : public Device {
   Stream add_stream() override;
   std::shared_ptr<char> pin(std::shared_ptr<char> memory, size_t nbytes) override;
 
+  // From now on it is broken: whoever asks it something hears so.
+  void fail() { failed_ = true; }
+  void as_current(const std::function<void()>& work) override { work(); }
   // Gives a stream any work.
   void run(Stream stream, std::function<void()> work);
 
@@ -38,7 +42,10 @@ class PretendDevice : public Device {
   struct Worker;
   struct Reached;
 
+  void check() const;
+
   const int work_us_;
+  std::atomic<bool> failed_{false};
   std::mutex mutex_;
   std::vector<std::unique_ptr<Worker>> workers_;
 };

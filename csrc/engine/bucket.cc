@@ -134,13 +134,18 @@ void Bucket::came_by(Device::Stream stream) {
 }
 
 void Bucket::meet(Device::Stream stream) {
-  std::vector<Device::Stream> streams;
+  met_.clear();
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    streams.swap(streams_);
+    met_.swap(streams_);
   }
-  for (const Device::Stream other : streams)
-    if (other != stream) device_->follow(stream, device_->mark(other));
+  met_.erase(std::remove(met_.begin(), met_.end(), stream), met_.end());
+  for (const Device::Stream other : met_) device_->follow(stream, device_->mark(other));
+}
+
+void Bucket::part(const Device::Mark& mark) {
+  for (const Device::Stream other : met_) device_->follow(other, mark);
+  met_.clear();
 }
 
 HandlePtr Bucket::launch(Engine::Urgency urgency, const std::vector<Place>& places,

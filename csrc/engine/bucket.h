@@ -58,8 +58,10 @@ class Bucket {
   bool ready_but_not_last(int slot);
   // On a device: a slot's values come by this stream.
   void came_by(Device::Stream stream);
-  // Makes one stream wait for all of those.
+  // Makes one stream wait for all of those; and, with what it has then been given, all those for
+  // it, in whose order the memory of gradients may be used again.
   void meet(Device::Stream stream);
+  void part(const Device::Mark& mark);
   // Slots not ready since the last launch.
   std::vector<int> missing() const;
   // Starts the exchange and counts anew. Some slots may be at other places this time, which
@@ -102,6 +104,7 @@ class Bucket {
   std::vector<bool> is_ready_;           // mutex_
   size_t left_ = 0;                      // mutex_: slots not ready yet
   std::vector<Device::Stream> streams_;  // mutex_
+  std::vector<Device::Stream> met_;      // by who gathers
 };
 
 }  // namespace bagua

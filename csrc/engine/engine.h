@@ -170,8 +170,8 @@ class Engine {
   double heard_s_ = 0;
   std::unique_ptr<Waiter> waiter_;
   std::unique_ptr<Scratch> scratch_;
-  std::map<Device*, std::unique_ptr<Staging>> stagings_;
-  std::unique_ptr<Crew> crew_;  // while a caller waits, this rank's other cores are idle
+  std::unique_ptr<Staging> staging_;  // of the process's device
+  std::unique_ptr<Crew> crew_;        // while a caller waits, this rank's other cores are idle
   std::map<int32_t, Set> sets_;
   int32_t next_set_ = 1;
   std::vector<Message> inbox_;

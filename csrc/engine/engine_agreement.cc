@@ -181,7 +181,8 @@ void Engine::exchange(const Set& set, const std::vector<RequestPtr>& requests) {
   Group group(*transport_, *waiter_, set.ranks, set.me);
   run_special(*requests[0]);
   Staging* staging = staging_for(requests);
-  if (staging) staging->begin(requests, group);
+  const Description& d = requests[0]->description;
+  if (staging) staging->begin(requests, group, d.kind != OpKind::kBroadcast || d.root == rank_);
   run_exchange(
       requests, group, set.ranks,
       {*scratch_, config_.allreduce, config_.fusion_nbytes, caller_drives_ ? crew_.get() : nullptr,
@@ -204,12 +205,12 @@ Staging* Engine::staging_for(const std::vector<RequestPtr>& requests) {
   for (const RequestPtr& request : requests)
     if (request->device) device = request->device;
   if (!device) return nullptr;
-  auto& staging = stagings_[device];
-  if (!staging) {
-    staging = std::make_unique<Staging>(*device, arenas());
+  if (!staging_) {
+    const auto warn = [this](const std::string& text) { log_.write(LogLevel::kWarning, text); };
+    staging_ = std::make_unique<Staging>(*device, arenas(), warn);
     log_.write(LogLevel::kInfo, "tensors on " + device->name() + " go through the host's memory");
   }
-  return staging.get();
+  return staging_.get();
 }
 
 // Who waits for the values may go on.

@@ -184,10 +184,11 @@ void Engine::poison(FailurePtr failure) {
 // Messages of a broken exchange may still be read or written by the transport, whenever anybody
 // lets MPI make progress. Nobody can say when they are done, so their memory is never freed.
 void Engine::let_go_of_exchange() {
-  for (auto& [device, staging] : stagings_) staging->drain();
+  if (staging_) {
+    staging_->settle();
+    staging_.release();  // the device may still bring something
+  }
   if (transport_->abort()) return;
-  for (auto& [device, staging] : stagings_) staging.release();
-  stagings_.clear();
   auto* kept = new std::vector<std::shared_ptr<void>>;
   for (const RequestPtr& request : exchanging_) {
     kept->push_back(request->keepalive);

@@ -28,7 +28,7 @@ int member_of(const std::vector<int>& ranks, int rank) {
 // Elements that come from a device do so while the exchange goes on with others, if it can.
 void connect(Job& job, const Collective& row, Staging& staging) {
   const bool in_segments = !job.coding || job.dtype == DType::kF32;
-  if (!row.pipelined || !job.data || !in_segments) return staging.need();
+  if (!row.pipelined || !in_segments || !staging.holds(job.data)) return staging.need();
   const auto item = static_cast<int64_t>(job.item());
   job.prepare = [&job, &staging, item](int64_t begin, int64_t count) {
     staging.need(job.data + begin * item, static_cast<size_t>(count * item));
@@ -138,9 +138,10 @@ bool overlap(const std::vector<Tensor>& tensors) {
 
 // Tied weights, or a tensor and its view: all are read before any is written. Which tensors make a
 // stretch does not change, since other ranks may see no overlap.
-std::vector<std::vector<char>> take_apart(std::vector<Tensor>& tensors) {
+std::vector<std::vector<char>> take_apart(std::vector<Tensor>& tensors, const Workbench& bench) {
   std::vector<std::vector<char>> copies;
   if (tensors.size() < 2 || !overlap(tensors)) return copies;
+  if (bench.staging) bench.staging->need();
   for (Tensor& t : tensors) {
     if (t.fragments) continue;
     copies.emplace_back(t.in, t.in + t.nbytes());
@@ -179,7 +180,7 @@ void exchange_allreduce(const std::vector<RequestPtr>& requests, Group& group,
   Peers peers = parse_peers(d.peers);
   peers.round += requests[0]->round;
   std::vector<Tensor> tensors = tensors_by_dtype(requests);
-  const auto copies = take_apart(tensors);
+  const auto copies = take_apart(tensors, bench);
   on_stretches(tensors, group, bench, fuse, [&](Job& job) {
     job.op = d.op;
     job.finish = finish;

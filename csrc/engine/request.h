@@ -101,8 +101,14 @@ class Handle {
   void make_follow(Device::Stream stream) const {
     if (device_) device_->follow(stream, end_);
   }
-  // What the results were written to has a new owner, whose stream follows.
-  void let_go() { keepalive_.reset(); }
+  // The stream that what is exchanged belongs to.
+  void began_on(Device::Stream stream) { began_on_ = stream; }
+  // What the results were written to has a new owner: a stream that follows, as its first owner
+  // does.
+  void let_go() {
+    if (keepalive_) make_follow(began_on_);
+    keepalive_.reset();
+  }
   Device* device() const { return device_; }  // null: the results are in the host's memory
 
   std::vector<Output> outputs;  // allgather, alltoall: one per tensor
@@ -114,6 +120,7 @@ class Handle {
   FailurePtr failure_;
   Device* device_ = nullptr;
   Device::Mark end_;
+  Device::Stream began_on_ = nullptr;
   std::shared_ptr<void> keepalive_;  // of memory on the device, while results are on their way
   std::atomic<bool> done_{false};
   std::atomic<bool> has_values_{false};

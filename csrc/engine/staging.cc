@@ -13,20 +13,24 @@ constexpr size_t kChunkNbytes = 1 << 20;
 
 }  // namespace
 
-Staging::Staging(Device& device, std::shared_ptr<Arenas> arenas)
+Staging::Staging(Device& device, std::shared_ptr<Arenas> arenas, Warn warn)
     : device_(device),
       arenas_(std::move(arenas)),
+      warn_(std::move(warn)),
       in_(device.add_stream()),
       out_(device.add_stream()) {}
 
-Staging::~Staging() { drain(); }
+// Everything has come that was waited for; nobody has waited for what left.
+Staging::~Staging() { settle(); }
 
-void Staging::drain() {
-  device_.drain(in_);
-  device_.drain(out_);
+void Staging::settle() noexcept {
+  try {
+    device_.drain(out_);
+  } catch (const std::exception&) {  // it is broken, and writes no more
+  }
 }
 
-void Staging::begin(const std::vector<RequestPtr>& requests, Group& group) {
+void Staging::begin(const std::vector<RequestPtr>& requests, Group& group, bool brings) {
   group_ = &group;
   chunks_.clear();
   results_.clear();
@@ -34,7 +38,10 @@ void Staging::begin(const std::vector<RequestPtr>& requests, Group& group) {
   ended_ = false;
   requests_.clear();
   for (const RequestPtr& request : requests)
-    if (request->device) requests_.push_back(request);
+    if (request->device) {
+      requests_.push_back(request);
+      keepalives_.push_back(request->keepalive);
+    }
 
   // What an allreduce or a broadcast gives is where its input was.
   const OpKind kind = requests[0]->description.kind;
@@ -46,10 +53,10 @@ void Staging::begin(const std::vector<RequestPtr>& requests, Group& group) {
   std::vector<Need> needs;
   size_t total = 0;
   for (const RequestPtr& request : requests_) {
-    for (const Device::Mark& start : request->starts) device_.follow(in_, start);
+    const std::vector<TensorInfo> tensors = tensors_of(request->description);
     for (size_t i = 0; i < request->parts.size(); ++i) {
       if (!request->parts[i].on_device) continue;
-      const TensorInfo tensor = tensors_of(request->description)[i];
+      const TensorInfo& tensor = tensors[i];
       const int64_t rows = request->rows.empty() || tensor.shape.empty() ? -1 : request->rows[i];
       const int64_t count = rows < 0 ? tensor.count() : rows * tensor.row_count();
       int64_t out_count = request->parts[i].out ? count : 0;
@@ -62,25 +69,35 @@ void Staging::begin(const std::vector<RequestPtr>& requests, Group& group) {
     }
   }
   char* room = room_for(total);
+  for (const RequestPtr& request : requests_)
+    for (const Device::Mark& start : request->starts) device_.follow(brings ? in_ : out_, start);
   for (const Need& need : needs) {
     Part& part = *need.part;
     char* in = room;
     char* out = in_place ? in : in + whole_lines(need.in_nbytes);
-    bring(in, part.in, need.in_nbytes);
+    if (brings) bring(in, part.in, need.in_nbytes);
     if (need.out_nbytes > 0) results_.push_back({out, part.out, need.out_nbytes});
     part = {in, part.out ? out : nullptr, false};
     room = out + whole_lines(need.in_nbytes);
   }
 }
 
-// Memory that nothing is under way in.
+// Memory from which everything has left. It may take a while to get more.
 char* Staging::room_for(size_t nbytes) {
   Memory& memory = memories_[turn_ ^= 1];
   if (memory.nbytes < nbytes) {
-    drain();
+    group_->wait_until([&] { return device_.reached(memory.given); });
+    const size_t more = std::max(nbytes, 2 * memory.nbytes);
     memory = {};  // let go before asking for more
-    auto data = arenas_ ? arenas_->allocate(nbytes) : allocate_lines(nbytes);
-    memory = {device_.pin(std::move(data), nbytes), nbytes, nullptr};
+    const auto data = arenas_ ? arenas_->allocate(more) : allocate_lines(more);
+    memory = {device_.pin(data, more), more, nullptr};
+    if (!memory.data) {
+      memory.data = data;
+      if (!std::exchange(warned_, true))
+        warn_(device_.name() +
+              " cannot pin memory of the host (is there a limit, ulimit -l?): "
+              "what is exchanged waits for what was computed before");
+    }
   }
   device_.follow(in_, memory.given);
   return memory.data.get();
@@ -107,6 +124,12 @@ void Staging::need() {
   if (!chunks_.empty()) need(chunks_.back().end, 0);
 }
 
+bool Staging::holds(const char* data) const {
+  return std::any_of(results_.begin(), results_.end(), [&](const Result& result) {
+    return data >= result.from && data < result.from + result.nbytes;
+  });
+}
+
 void Staging::give(const char* data, size_t nbytes) {
   if (nbytes == 0) return;
   if (results_.size() > 1) need();  // tensors may share memory: all are read before one is written
@@ -131,6 +154,7 @@ void Staging::end() {
     request->handle->end_ = end;
   }
   requests_.clear();
+  keepalives_.clear();
 }
 
 }  // namespace bagua

@@ -2,7 +2,9 @@
 // results go back, while the exchange goes on with other chunks.
 #pragma once
 
+#include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "device/device.h"
@@ -14,13 +16,18 @@ namespace bagua {
 
 class Staging {
  public:
+  using Warn = std::function<void(const std::string&)>;
+
   // What ranks of this machine may look at comes from `arenas`, where there are any.
-  Staging(Device& device, std::shared_ptr<Arenas> arenas);
+  Staging(Device& device, std::shared_ptr<Arenas> arenas, Warn warn);
   ~Staging();
   Staging(const Staging&) = delete;
 
-  // Starts to bring what the requests give, and makes their parts places in the host's memory.
-  void begin(const std::vector<RequestPtr>& requests, Group& group);
+  // Starts to bring what the requests give, unless only results matter here, and makes their parts
+  // places in the host's memory.
+  void begin(const std::vector<RequestPtr>& requests, Group& group, bool brings);
+  // Whether these values are brought, or results that will be given.
+  bool holds(const char* data) const;
   // Waits until these bytes are there; all of them, without an argument.
   void need(const char* data, size_t nbytes);
   void need();
@@ -29,8 +36,8 @@ class Staging {
   // Gives the other results, and marks for whoever waits for the handles where all of them are.
   // Once: others may read the marks from then on.
   void end();
-  // Something broke: waits for the copies there are.
-  void drain();
+  // Something broke: waits for results that are on their way, if the device still works.
+  void settle() noexcept;
 
  private:
   // One tensor.
@@ -54,6 +61,7 @@ class Staging {
 
   Device& device_;
   const std::shared_ptr<Arenas> arenas_;
+  const Warn warn_;
   const Device::Stream in_, out_;
   Memory memories_[2];  // one is left while the other is entered
   int turn_ = 0;
@@ -61,10 +69,12 @@ class Staging {
   // Of the exchange at hand.
   Group* group_ = nullptr;
   std::vector<RequestPtr> requests_;
-  std::vector<Chunk> chunks_;  // as they come, and as they lie in memory
+  std::vector<std::shared_ptr<void>> keepalives_;  // of what is brought
+  std::vector<Chunk> chunks_;                      // as they come, and as they lie in memory
   size_t chunks_there_ = 0;
   std::vector<Result> results_;  // as they lie in memory
   bool ended_ = true;
+  bool warned_ = false;
 };
 
 }  // namespace bagua

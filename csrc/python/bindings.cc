@@ -157,6 +157,7 @@ PYBIND11_MODULE(_core, m) {
 
   py::class_<Bucket, std::shared_ptr<Bucket>>(m, "Bucket", py::buffer_protocol())
       .def_buffer([](Bucket& b) {
+        if (b.device()) throw py::buffer_error("this arena is not in the host's memory");
         return py::buffer_info(reinterpret_cast<uint8_t*>(b.data()), b.nbytes());
       })
       .def(py::init([](std::shared_ptr<Engine> engine, const std::string& name, int dtype,

@@ -21,10 +21,10 @@ Isa isa_named(const std::string& name) {
   throw UsageError("this processor has no instruction set " + name);
 }
 
-// Values and the bytes they are coded in; null where there are none.
+// Values, and the bytes they are coded in. A residual may be None.
 struct Operand {
-  Operand(const py::object& array, DType dtype, int64_t count) {
-    if (array.is_none()) return;
+  Operand(const py::object& array, DType dtype, int64_t count, bool may_be_none = false) {
+    if (may_be_none && array.is_none()) return;
     if (!read_plain(array.ptr(), plain) || plain.dtype != dtype || plain.count() < count)
       throw UsageError("a codec needs writable arrays in C order: float32 values, uint8 bytes");
   }
@@ -49,9 +49,9 @@ void encode(const Coding& c, const py::object& values, const py::object& wire,
   const Operand from(values, DType::kF32, 0);
   const int64_t count = from.plain.count();
   const Operand to(wire, DType::kU8, c.wire_nbytes(count));
-  const Operand lost(residual, DType::kF32, count);
+  const Operand lost(residual, DType::kF32, count, true);
   if (Device* device = device_of_all({&from, &to, &lost}))
-    return gpu_encode(c, from.values(), lost.values(), count, to.plain.data,
+    return gpu_encode(c, from.values(), lost.values(), count, to.plain.data, *device,
                       current_stream(*device));
   if (lost.plain.data)
     return c.encode_rest(from.values(), lost.values(), count, to.plain.data, isa_named(isa));
@@ -64,7 +64,7 @@ void decode(const Coding& c, const py::object& wire, const py::object& values,
   const int64_t count = to.plain.count();
   const Operand from(wire, DType::kU8, c.wire_nbytes(count));
   if (Device* device = device_of_all({&from, &to}))
-    return gpu_decode(c, from.plain.data, count, to.values(), current_stream(*device));
+    return gpu_decode(c, from.plain.data, count, to.values(), *device, current_stream(*device));
   c.decode(from.plain.data, count, to.values(), isa_named(isa));
 }
 
@@ -74,7 +74,8 @@ void average(const Coding& c, const std::vector<py::object>& wires, const py::ob
              const py::object& values, const py::object& residual) {
   const Operand out(values, DType::kF32, 0);
   const int64_t count = out.plain.count();
-  const Operand to(wire, DType::kU8, c.wire_nbytes(count)), lost(residual, DType::kF32, count);
+  const Operand to(wire, DType::kU8, c.wire_nbytes(count)),
+      lost(residual, DType::kF32, count, true);
   Finish finish;
   finish.divisor = static_cast<double>(wires.size());
   std::vector<const char*> said;
@@ -86,7 +87,7 @@ void average(const Coding& c, const std::vector<py::object>& wires, const py::ob
   }
   if (device)
     return gpu_add_up(c, said.data(), static_cast<int>(said.size()), finish, lost.values(), count,
-                      to.plain.data, out.values(), current_stream(*device));
+                      to.plain.data, out.values(), *device, current_stream(*device));
   std::fill_n(out.values(), count, 0.0f);
   for (const char* from : said) c.decode_add(from, count, out.values());
   const void* srcs[] = {out.values()};

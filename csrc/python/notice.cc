@@ -247,7 +247,10 @@ PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t count) {
     }
     auto owner = places.empty() ? nullptr : keep(owners.ptr());
     std::vector<Device::Mark> starts;
-    if (Device* device = bucket->device()) starts = {device->mark(current_stream(*device))};
+    if (Device* device = bucket->device()) {
+      starts = {device->mark(current_stream(*device))};
+      bucket->part(starts[0]);
+    }
     return make_handle(bucket->engine(),
                        bucket->launch(urgency, places, std::move(owner), std::move(starts)),
                        Py_None);

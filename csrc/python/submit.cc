@@ -20,11 +20,15 @@ void add_tensor(Request& request, DType dtype, const int64_t* shape, size_t ndim
   if (any_rows && ndim > 0) d.layout[at + 2] = kAnyExtent;
 }
 
-// Where a part is.
+// Where a part is. If that cannot be, the other ranks hear of it, too.
 void place(Request& request, int number) {
   if (number == kHost) return;
-  request.device = &device_of(number);
   request.parts.back().on_device = true;
+  try {
+    request.device = &device_of(number);
+  } catch (const UsageError& error) {
+    request.refusal = error.what();
+  }
 }
 
 // One (input address, output address, element type, shape, device).
@@ -64,6 +68,14 @@ bool add_tensors(Request& request, PyObject* tensors) {
   return true;
 }
 
+// What this thread has given to its stream comes first; and behind the results its memory may be
+// used again, in that stream's order, too.
+void begin_here(Request& request) {
+  const Device::Stream stream = current_stream(*request.device);
+  request.starts = {request.device->mark(stream)};
+  request.handle->began_on(stream);
+}
+
 constexpr const char* kSubmitDoc =
     "submit(engine, kind, name, tensors, op, root, prescale, postscale, set, splits, urgency, "
     "owner, result): starts an operation; returns its Handle, or None if a tensor has to be "
@@ -86,8 +98,7 @@ PyObject* submit(PyObject*, PyObject* const* args, Py_ssize_t count) {
     request->splits = as_ints(args[9]);
     if (!add_tensors(*request, args[3])) return new_ref(Py_None);
     if (d.kind == OpKind::kAddProcessSet) d.layout = request->splits;
-    if (request->device)
-      request->starts = {request->device->mark(current_stream(*request->device))};
+    if (request->device && request->refusal.empty()) begin_here(*request);
     request->keepalive = keep(args[11]);
     HandlePtr handle = request->handle;
     engine->submit(std::move(request), static_cast<Engine::Urgency>(as_int(args[10])));

@@ -1,4 +1,8 @@
-"""Codecs on a GPU and on a CPU: every byte and every bit is the same."""
+"""Codecs on a GPU and on a CPU: every byte and every bit is the same.
+
+But for NaNs that arithmetic has passed: there are many, and processors choose different ones. Blocks
+tell of them by one and the same; values that travel one by one may be any.
+"""
 
 import pytest
 import torch
@@ -6,7 +10,7 @@ import torch
 from bagua.common.core import core
 
 CODECS = [("raw",), ("fp16",), ("bf16",), ("minmax_u8",), ("minmax_u4",), ("fp8_e4m3",), ("sign1",)]
-CODECS += [("topk", 41, "raw"), ("topk", 1, "fp16"), ("topk", 600, "minmax_u8"), ("topk", 4096)]
+CODECS += [("topk", 41, "raw"), ("topk", 1, "fp16"), ("topk", 41, "minmax_u8"), ("topk", 4096)]
 COUNTS = [1, 7, 127, 512, 513, 2048 + 31, 100_003]
 
 
@@ -31,12 +35,24 @@ def hard_values(count: int, seed: int) -> torch.Tensor:
     return values
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.cpu().view(torch.uint8)
+def assert_same_values(on_gpu: torch.Tensor, on_cpu: torch.Tensor) -> None:
+    on_gpu = on_gpu.cpu()
+    assert torch.equal(on_gpu.isnan(), on_cpu.isnan())
+    numbers = ~on_cpu.isnan()
+    assert torch.equal(on_gpu[numbers].view(torch.int32), on_cpu[numbers].view(torch.int32))
 
 
-def assert_same(on_gpu: torch.Tensor, on_cpu: torch.Tensor) -> None:
-    assert torch.equal(bits(on_gpu), bits(on_cpu))
+def assert_same_wires(
+    coding, codec, on_gpu: torch.Tensor, on_cpu: torch.Tensor, count: int
+) -> None:
+    """Those that may have NaNs in them by what they say."""
+    if codec[0] not in ("raw", "fp16", "bf16", "topk"):
+        assert torch.equal(on_gpu.cpu(), on_cpu)
+        return
+    said = [torch.empty(count) for _ in range(2)]
+    for wire, values in zip((on_gpu.cpu(), on_cpu), said):
+        coding.decode(wire, values)
+    assert_same_values(*said)
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -51,14 +67,14 @@ def test_encodes_and_decodes_alike(codec, count, seed):
         gpu_wire, gpu_lost = wire.cuda(), lost.cuda()
         coding.encode(values, wire, residual=residual)
         coding.encode(values.cuda(), gpu_wire, residual=None if residual is None else gpu_lost)
-        assert_same(gpu_wire, wire)
+        assert_same_wires(coding, codec, gpu_wire, wire, count)
         if residual is not None:
-            assert_same(gpu_lost, residual)
+            assert_same_values(gpu_lost, residual)
         said = torch.empty(count)
         gpu_said = said.cuda()
         coding.decode(wire, said)
         coding.decode(gpu_wire, gpu_said)
-        assert_same(gpu_said, said)
+        assert_same_values(gpu_said, said)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -78,8 +94,10 @@ def test_adds_up_alike(codec, nwires):
             given = [one.to(device) for one in wires]
             coding.average(given, wire, values, residual=lost if keeps else None)
             outcomes.append((wire, values, lost))
-        for on_cpu, on_gpu in zip(*outcomes):
-            assert_same(on_gpu, on_cpu)
+        on_cpu, on_gpu = outcomes
+        assert_same_wires(coding, codec, on_gpu[0], on_cpu[0], count)
+        assert_same_values(on_gpu[1], on_cpu[1])
+        assert_same_values(on_gpu[2], on_cpu[2])
 
 
 def test_misplaced_values():
@@ -91,4 +109,6 @@ def test_misplaced_values():
     gpu_wire = wire.cuda()
     coding.encode(values.cpu(), wire)
     coding.encode(values, gpu_wire)
-    assert_same(gpu_wire, wire)
+    assert torch.equal(gpu_wire.cpu(), wire)
+    with pytest.raises(ValueError, match="multiple of 4"):
+        coding.encode(values, torch.zeros(len(wire) + 1, dtype=torch.uint8).cuda()[1:])

@@ -209,29 +209,34 @@ void topk_like_a_cpu(const char* values_codec) {
         const std::vector<float> in = hard_values(kind, n);
         std::vector<float> rest(in.size(), 0.0625f), warp_rest = rest;
         std::vector<float> said(in.size()), warp_said = said, sum(in.size(), 3), warp_sum = sum;
-        std::vector<char> wire(static_cast<size_t>(coding.wire_nbytes(n)) + 8, 'x');
+        std::vector<char> wire(static_cast<size_t>(coding.wire_nbytes(n)) + 8, 'x');  // from 1 on
         std::vector<char> warp_wire = wire, memory(Desk::nbytes(here, coded) + 16);
-        coding.encode_rest(in.data(), rest.data(), n, wire.data());
-        coding.decode(wire.data(), n, said.data());
-        coding.decode_add(wire.data(), n, sum.data());
+        coding.encode_rest(in.data(), rest.data(), n, wire.data() + 1);
+        coding.decode(wire.data() + 1, n, said.data());
+        coding.decode_add(wire.data() + 1, n, sum.data());
+        std::vector<float> warp_out(in.size(), 7);
         char* aligned = memory.data() + (16 - reinterpret_cast<uintptr_t>(memory.data()) % 16) % 16;
         const Desk desk(aligned, here, coded);
         run_warp([&](const HostWarp& warp) {
           for (int i = warp.lane(); i < n; i += kLanes) desk.chunk[i] = warp_rest[i] + in[i];
           warp.sync();
-          encode_chunk<V>(warp, desk, n, here, coded, reinterpret_cast<uint8_t*>(warp_wire.data()),
-                          warp_said.data(), warp_rest.data());
+          auto* to = reinterpret_cast<uint8_t*>(warp_wire.data() + 1);
+          encode_chunk<V>(warp, desk, n, here, coded, to, warp_said.data(), warp_rest.data());
           for (int i = warp.lane(); i < n; i += kLanes) desk.chunk[i] = warp_sum[i];
           warp.sync();
-          add_chunk<V>(warp, desk, n, here, coded,
-                       reinterpret_cast<const uint8_t*>(warp_wire.data()));
+          add_chunk<V, true>(warp, desk, n, here, coded, to);
           for (int i = warp.lane(); i < n; i += kLanes) warp_sum[i] = desk.chunk[i];
+          for (int i = warp.lane(); i < n; i += kLanes) desk.chunk[i] = 0;
+          warp.sync();
+          add_chunk<V, false>(warp, desk, n, here, coded, to);
+          for (int i = warp.lane(); i < n; i += kLanes) warp_out[i] = desk.chunk[i];
         });
         const std::string what = std::to_string(kept) + " of " + std::to_string(n) + ", kind " +
                                  std::to_string(kind) + ", " + values_codec;
         ASSERT_EQ(wire, warp_wire) << what;
         ASSERT_TRUE(same_bits(rest, warp_rest)) << what;
         ASSERT_TRUE(same_bits(said, warp_said)) << what;
+        ASSERT_TRUE(same_bits(said, warp_out)) << what;
         ASSERT_TRUE(same_bits(sum, warp_sum)) << what;
       }
 }

@@ -220,22 +220,74 @@ TEST(Staging, MemoryStaysWhileResultsAreOnTheirWay) {
   });
 }
 
-TEST(Staging, ARankThatDiesLeavesNoCopyUnderWay) {
+TEST(Staging, MixedRequestsAndLoneHostTensors) {
+  PretendDevice device(kWorkUs);
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    Program program(device);
+    for (const size_t count : {10, 200'000}) {
+      std::vector<float> here(count, 1), there(count);
+      // One request of both kinds, whose host tensors overlap.
+      RequestPtr mixed = allreduce_of("m" + std::to_string(count), here);
+      add_vector(*mixed, here);
+      program.compute(there, static_cast<float>(rank));
+      add_vector(*mixed, there);
+      mixed->device = &device;
+      mixed->parts[2].on_device = true;
+      mixed->starts = {device.mark(program.stream)};
+      auto handle = world[rank].submit(mixed, Urgency::kNow);
+      EXPECT_EQ(program.read(world[rank], handle, there), line(count, 1, 2));
+      EXPECT_EQ(here, std::vector<float>(count, 2));
+      // Two requests that may be agreed together.
+      program.compute(there, 5);
+      const auto first = world[rank].submit(
+          program.on_device(allreduce_of("d" + std::to_string(count), there)), Urgency::kSoon);
+      const auto second =
+          world[rank].submit(allreduce_of("h" + std::to_string(count), here), Urgency::kSoon);
+      EXPECT_EQ(program.read(world[rank], first, there), line(count, 10, 2));
+      finish(world[rank], second);
+      EXPECT_EQ(here, std::vector<float>(count, 4));
+    }
+  });
+}
+
+TEST(Staging, ABrokenDeviceIsAnErrorAndNoHang) {
+  LoopbackWorld world(2);
+  std::vector<std::unique_ptr<PretendDevice>> devices;
+  for (int rank = 0; rank < 2; ++rank) devices.push_back(std::make_unique<PretendDevice>(kWorkUs));
+  world.run([&](int rank) {
+    PretendDevice& device = *devices[static_cast<size_t>(rank)];
+    Program program(device);
+    auto values = std::make_shared<std::vector<float>>(3'000'000);
+    program.compute(*values, 1);
+    device.drain(program.stream);
+    RequestPtr request = program.on_device(allreduce_of("x", *values));
+    request->keepalive = values;
+    if (rank == 1) device.fail();
+    const std::string text = error_of<Error>(
+        [&] { finish(world[rank], world[rank].submit(std::move(request), Urgency::kWaited)); });
+    EXPECT_CONTAINS(text, "broken");
+    if (rank == 1) world.die(rank);
+  });
+}
+
+TEST(Staging, ARankThatDiesLeavesNoResultUnderWay) {
   PretendDevice device(kWorkUs);
   LoopbackWorld world(3);
   world.run([&](int rank) {
     Program program(device);
     if (rank == 1) return world.die(rank);
-    std::vector<float> values(2'000'000);
-    program.compute(values, 1);
+    auto values = std::make_shared<std::vector<float>>(2'000'000);
+    program.compute(*values, 1);
+    RequestPtr request = program.on_device(allreduce_of("x", *values));
+    request->keepalive = values;
     EXPECT_CONTAINS(error_of<PeerError>([&] {
-                      finish(world[rank],
-                             world[rank].submit(program.on_device(allreduce_of("x", values)),
-                                                Urgency::kWaited));
+                      finish(world[rank], world[rank].submit(request, Urgency::kWaited));
                     }),
                     "rank 1");
     device.drain(program.stream);
-  });  // and nobody writes to memory that is gone
+    values.reset();  // and nobody reads or writes what is gone
+  });
 }
 
 }  // namespace
