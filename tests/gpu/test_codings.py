@@ -1,7 +1,7 @@
 """Codecs on a GPU and on a CPU: every byte and every bit is the same.
 
-But for NaNs that arithmetic has passed: there are many, and processors choose different ones. Blocks
-tell of them by one and the same; values that travel one by one may be any.
+But for NaNs that arithmetic has passed: there are many, and processors choose different ones.
+Blocks tell of them by one and the same; values that travel one by one may be any.
 """
 
 import pytest
