@@ -186,7 +186,11 @@ void Engine::poison(FailurePtr failure) {
 void Engine::let_go_of_exchange() {
   if (staging_) {
     staging_->settle();
-    staging_.release();  // the device may still bring something
+    // The device may still bring something.
+    static auto* left = new std::vector<std::unique_ptr<Staging>>;
+    static std::mutex mutex;
+    std::lock_guard<std::mutex> lock(mutex);
+    left->push_back(std::move(staging_));
   }
   if (transport_->abort()) return;
   auto* kept = new std::vector<std::shared_ptr<void>>;
