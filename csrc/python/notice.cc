@@ -247,13 +247,15 @@ PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t count) {
     }
     auto owner = places.empty() ? nullptr : keep(owners.ptr());
     std::vector<Device::Mark> starts;
+    Device::Stream stream = nullptr;
     if (Device* device = bucket->device()) {
-      starts = {device->mark(current_stream(*device))};
+      stream = current_stream(*device);
+      starts = {device->mark(stream)};
       bucket->part(starts[0]);
     }
-    return make_handle(bucket->engine(),
-                       bucket->launch(urgency, places, std::move(owner), std::move(starts)),
-                       Py_None);
+    HandlePtr handle = bucket->launch(urgency, places, std::move(owner), std::move(starts));
+    handle->began_on(stream);
+    return make_handle(bucket->engine(), std::move(handle), Py_None);
   });
 }
 
