@@ -7,6 +7,7 @@
 #include <numeric>
 #include <vector>
 
+#include "common/clock.h"
 #include "device/pretend.h"
 #include "engine/bucket.h"
 #include "engine/loopback_world.h"
@@ -39,6 +40,10 @@ struct Program {
     device.run(stream, [&] { seen = values; });
     device.drain(stream);
     return seen;
+  }
+  // What the stream finds after an exchange of values that are still being computed.
+  std::vector<float> exchange(Engine& engine, RequestPtr request, std::vector<float>& values) {
+    return read(engine, engine.submit(on_device(std::move(request)), Urgency::kNow), values);
   }
   PretendDevice& device;
   const Device::Stream stream;
@@ -100,9 +105,8 @@ TEST(Staging, OnlySomeRanksHaveADevice) {
       call(world[rank], allreduce_of("x", values));
       EXPECT_EQ(values, line(values.size(), 3, 3));
     } else {
-      const auto handle =
-          world[rank].submit(program.on_device(allreduce_of("x", values)), Urgency::kNow);
-      EXPECT_EQ(program.read(world[rank], handle, values), line(values.size(), 3, 3));
+      EXPECT_EQ(program.exchange(world[rank], allreduce_of("x", values), values),
+                line(values.size(), 3, 3));
     }
   });
 }
@@ -121,8 +125,7 @@ TEST(Staging, ReadsAllBeforeItWritesAny) {
     add_vector(*request, half);
     request->parts[1] = request->parts[0];
     add_vector(*request, values);
-    const auto handle = world[rank].submit(program.on_device(request), Urgency::kNow);
-    EXPECT_EQ(program.read(world[rank], handle, values), line(values.size(), 0, 2));
+    EXPECT_EQ(program.exchange(world[rank], request, values), line(values.size(), 0, 2));
   });
 }
 
@@ -148,17 +151,16 @@ TEST(Staging, MovesRowsAndSlices) {
     RequestPtr broadcast = request_of(OpKind::kBroadcast, "b");
     broadcast->description.root = 2;
     add_vector(*broadcast, values);
-    handle = world[rank].submit(program.on_device(broadcast), Urgency::kNow);
-    EXPECT_EQ(program.read(world[rank], handle, values), line(12, 200, 1));
+    EXPECT_EQ(program.exchange(world[rank], broadcast, values), line(12, 200, 1));
 
     program.compute(values, first);
     std::vector<float> slice(rank == 0 ? 6 : 3, kStale);
     RequestPtr scatter = request_of(OpKind::kReducescatter, "s");
     add_vector(*scatter, values, 4);
     scatter->parts[0].out = reinterpret_cast<char*>(slice.data());
-    handle = world[rank].submit(program.on_device(scatter), Urgency::kNow);
     const float begin = rank == 0 ? 0.0f : static_cast<float>(3 + 3 * rank);
-    EXPECT_EQ(program.read(world[rank], handle, slice), line(slice.size(), 300 + 3 * begin, 3));
+    EXPECT_EQ(program.exchange(world[rank], scatter, slice),
+              line(slice.size(), 300 + 3 * begin, 3));
   });
 }
 
@@ -213,8 +215,10 @@ TEST(Staging, MemoryStaysWhileResultsAreOnTheirWay) {
         EXPECT_TRUE(memory.expired());
       } else {
         handle.reset();
-        for (int i = 0; i < 1000 && !memory.expired(); ++i) std::this_thread::yield();
-        EXPECT_TRUE(memory.expired());  // soon: the engine may be about to let go
+        // Soon: the engine may be about to let go.
+        const double late_s = now_s() + kHangS;
+        while (!memory.expired() && now_s() < late_s) std::this_thread::yield();
+        EXPECT_TRUE(memory.expired());
       }
     }
   });
