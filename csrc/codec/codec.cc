@@ -171,6 +171,7 @@ Coding parse_coding(const std::string& text) {
 
 void Coding::encode_rest(const float* in, float* residual, int64_t count, char* wire,
                          Isa isa) const {
+  if (!residual) return encode(in, count, wire, isa);
   if (codec->encode_rest) return codec->encode_rest(*this, in, residual, count, wire, isa);
   float whole[kTile], said[kTile];
   for (int64_t at = 0; at < count; at += kTile) {
@@ -192,6 +193,14 @@ void Coding::decode_add(const char* wire, int64_t count, float* sum, Isa isa) co
     Between::add(isa, sum + at, said, n, sum + at);
     wire += wire_nbytes(n);
   }
+}
+
+void Coding::add_up(const std::vector<const char*>& wires, Finish finish, int64_t count,
+                    float* sum) const {
+  std::fill_n(sum, count, 0.0f);
+  for (const char* wire : wires) decode_add(wire, count, sum);
+  const void* srcs[] = {sum};
+  if (!finish.identity()) reduce(DType::kF32, ReduceOp::kSum, sum, srcs, 1, count, finish);
 }
 
 }  // namespace bagua

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernel/isa.h"
+#include "kernel/reduce.h"
 
 namespace bagua {
 
@@ -24,11 +25,14 @@ struct Coding {
   void encode(const float* in, int64_t count, char* wire, Isa isa = best_isa()) const;
   void decode(const char* wire, int64_t count, float* out, Isa isa = best_isa()) const;
   // What encoding loses is kept for the next time: encodes in + residual, and makes residual what
-  // is left of that.
+  // is left of that. Without a residual nothing is.
   void encode_rest(const float* in, float* residual, int64_t count, char* wire,
                    Isa isa = best_isa()) const;
   // sum[i] += what the wire says.
   void decode_add(const char* wire, int64_t count, float* sum, Isa isa = best_isa()) const;
+  // What several wires say, added up in order, and finished.
+  void add_up(const std::vector<const char*>& wires, Finish finish, int64_t count,
+              float* sum) const;
 };
 
 struct Codec {

@@ -41,17 +41,9 @@ std::vector<Stretch> stretches(const Coding& coding, int64_t begin, int64_t coun
 }
 
 void encode(Job& job, const float* data, float* residual, const Stretch& stretch, char* wire) {
-  const float* values = data + stretch.begin;
   job.group.touch(static_cast<size_t>(stretch.count * 4 + stretch.nbytes));
-  if (!residual) return job.coding->encode(values, stretch.count, wire);
-  job.coding->encode_rest(values, residual + stretch.begin, stretch.count, wire);
-}
-
-void add_up(const Job& job, const std::vector<const char*>& wires, int64_t count, float* sum) {
-  std::fill_n(sum, count, 0.0f);
-  for (const char* wire : wires) job.coding->decode_add(wire, count, sum);
-  const void* srcs[] = {sum};
-  if (!job.finish.identity()) reduce(DType::kF32, ReduceOp::kSum, sum, srcs, 1, count, job.finish);
+  float* lost = residual ? residual + stretch.begin : nullptr;
+  job.coding->encode_rest(data + stretch.begin, lost, stretch.count, wire);
 }
 
 }  // namespace bagua

@@ -31,7 +31,4 @@ std::vector<Stretch> stretches(const Coding& coding, int64_t begin, int64_t coun
 // Encodes these of the values in `data`; `residual`, null or for all of data, says what is lost.
 void encode(Job& job, const float* data, float* residual, const Stretch& stretch, char* wire);
 
-// Adds up what everyone's wires say of a tile's values, in order, and finishes the sum.
-void add_up(const Job& job, const std::vector<const char*>& wires, int64_t count, float* sum);
-
 }  // namespace bagua

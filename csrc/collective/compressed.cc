@@ -96,7 +96,7 @@ class Exchange {
     for (const Stretch& tile : stretches(coding_, segment.begin, segment.count, kTile)) {
       std::vector<const char*> said;
       for (const Wires& wires : parts_) said.push_back(wires.taken + segment.at + tile.at);
-      add_up(job_, said, tile.count, data_ + tile.begin);
+      coding_.add_up(said, job_.finish, tile.count, data_ + tile.begin);
       encode(job_, data_, job_.kept[1], tile, result + tile.at);
       coding_.decode(result + tile.at, tile.count, data_ + tile.begin);
     }

@@ -33,7 +33,7 @@ void gather(Job& job, float* data, const std::vector<Stretch>& segments, int64_t
     for (const Stretch& tile : stretches(*job.coding, segment.begin, segment.count, kTile)) {
       std::vector<const char*> said;
       for (int i = 0; i < n; ++i) said.push_back(wires + i * nbytes + segment.at + tile.at);
-      add_up(job, said, tile.count, data + tile.begin);
+      job.coding->add_up(said, job.finish, tile.count, data + tile.begin);
     }
     group.touch(static_cast<size_t>(segment.count * 4));
     if (job.arrived) job.arrived(segment.begin, segment.count);

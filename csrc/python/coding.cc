@@ -53,9 +53,7 @@ void encode(const Coding& c, const py::object& values, const py::object& wire,
   if (Device* device = device_of_all({&from, &to, &lost}))
     return gpu_encode(c, from.values(), lost.values(), count, to.plain.data, *device,
                       current_stream(*device));
-  if (lost.plain.data)
-    return c.encode_rest(from.values(), lost.values(), count, to.plain.data, isa_named(isa));
-  c.encode(from.values(), count, to.plain.data, isa_named(isa));
+  c.encode_rest(from.values(), lost.values(), count, to.plain.data, isa_named(isa));
 }
 
 void decode(const Coding& c, const py::object& wire, const py::object& values,
@@ -88,15 +86,8 @@ void average(const Coding& c, const std::vector<py::object>& wires, const py::ob
   if (device)
     return gpu_add_up(c, said.data(), static_cast<int>(said.size()), finish, lost.values(), count,
                       to.plain.data, out.values(), *device, current_stream(*device));
-  std::fill_n(out.values(), count, 0.0f);
-  for (const char* from : said) c.decode_add(from, count, out.values());
-  const void* srcs[] = {out.values()};
-  reduce(DType::kF32, ReduceOp::kSum, out.values(), srcs, 1, count, finish);
-  if (lost.plain.data) {
-    c.encode_rest(out.values(), lost.values(), count, to.plain.data);
-  } else {
-    c.encode(out.values(), count, to.plain.data);
-  }
+  c.add_up(said, finish, count, out.values());
+  c.encode_rest(out.values(), lost.values(), count, to.plain.data);
   c.decode(to.plain.data, count, out.values());
 }
 
