@@ -79,11 +79,6 @@ BAGUA_BOTH void pack(const uint8_t* codes, int n, uint8_t* wire) {
   }
 }
 
-template <class C>
-constexpr int64_t block_nbytes(int64_t count) {
-  return static_cast<int64_t>(sizeof(typename C::Head)) + (count * C::kBits + 7) / 8;
-}
-
 // Block `x`, filled up if n values are less than C::kBlock. With a residual what encoding loses of
 // x becomes that; a NaN or an Inf is told once, not for ever.
 template <class C, int W>

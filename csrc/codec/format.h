@@ -21,6 +21,12 @@ namespace bagua {
 // ..., 2, 1. Sums are the same everywhere because this order is.
 constexpr int kLanes = 32;
 
+// Bytes of a block of so many values.
+template <class C>
+constexpr int64_t block_nbytes(int64_t count) {
+  return static_cast<int64_t>(sizeof(typename C::Head)) + (count * C::kBits + 7) / 8;
+}
+
 BAGUA_BOTH uint32_t bits_of(float x) {
   uint32_t u;
   memcpy(&u, &x, sizeof u);

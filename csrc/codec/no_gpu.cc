@@ -1,4 +1,4 @@
-// What a build without CUDA has in place of gpu.cu.
+// What a build without CUDA has in place of gpu.cc.
 #include "codec/gpu.h"
 #include "common/errors.h"
 

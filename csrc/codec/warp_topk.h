@@ -4,25 +4,22 @@
 
 #include "codec/topk.h"
 #include "codec/warp.h"
-#include "kernel/half.h"
 
 namespace bagua {
 
 // Where a warp works: values of a chunk, those that are kept with their places, and their codes.
 struct Desk {
   static constexpr int kChunk = static_cast<int>(TopK::kChunk);
+  static constexpr int aligned(int nbytes) { return (nbytes + 15) / 16 * 16; }
   // Bytes for chunks of which so many values are kept, whose codes are so many bytes.
-  static constexpr size_t nbytes(int kept, int64_t coded_nbytes) {
-    return 4 * kChunk + 4 * static_cast<size_t>(kept) + whole(static_cast<size_t>(coded_nbytes)) +
-           whole(2 * static_cast<size_t>(kept));
+  static constexpr int nbytes(int kept, int coded_nbytes) {
+    return 4 * kChunk + aligned(coded_nbytes) + aligned(2 * kept) + 4 * kept;
   }
-  static constexpr size_t whole(size_t n) { return (n + 15) / 16 * 16; }
-  BAGUA_BOTH Desk(char* memory, int kept, int64_t coded_nbytes)
+  BAGUA_BOTH Desk(char* memory, int kept, int coded_nbytes)
       : chunk(reinterpret_cast<float*>(memory)),
-        codes(reinterpret_cast<uint8_t*>(memory) + 4 * kChunk),
-        places(reinterpret_cast<uint16_t*>(memory + 4 * kChunk + (coded_nbytes + 15) / 16 * 16)),
-        values(reinterpret_cast<float*>(memory + 4 * kChunk + (coded_nbytes + 15) / 16 * 16 +
-                                        (2 * kept + 15) / 16 * 16)) {}
+        codes(reinterpret_cast<uint8_t*>(chunk + kChunk)),
+        places(reinterpret_cast<uint16_t*>(codes + aligned(coded_nbytes))),
+        values(reinterpret_cast<float*>(places + aligned(2 * kept) / 2)) {}
   float* chunk;
   uint8_t* codes;
   uint16_t* places;
@@ -81,8 +78,7 @@ BAGUA_BOTH void select(const Warp& warp, const Desk& desk, int n, int kept) {
 // How the kept values are coded: by a format of blocks, ...
 template <class C>
 struct KeptBlocks {
-  static constexpr int kWhole =
-      static_cast<int>(sizeof(typename C::Head)) + C::kBlock * C::kBits / 8;
+  static constexpr int64_t kWhole = block_nbytes<C>(C::kBlock);
   template <class Warp>
   BAGUA_BOTH static void encode(const Warp& warp, const float* values, int count, uint8_t* codes) {
     for (int begin = 0; begin < count; begin += C::kBlock, codes += kWhole) {
@@ -116,22 +112,6 @@ struct KeptSingles {
     auto* from = reinterpret_cast<const typename S::Wire*>(codes);
     for (int i = warp.lane(); i < count; i += kLanes) values[i] = S::value(from[i]);
   }
-};
-
-struct Float {
-  using Wire = float;
-  BAGUA_BOTH static float code(float x) { return x; }
-  BAGUA_BOTH static float value(float code) { return code; }
-};
-struct Half {
-  using Wire = F16;
-  BAGUA_BOTH static F16 code(float x) { return to_f16(x); }
-  BAGUA_BOTH static float value(F16 code) { return to_float(code); }
-};
-struct BrainHalf {
-  using Wire = BF16;
-  BAGUA_BOTH static BF16 code(float x) { return to_bf16(x); }
-  BAGUA_BOTH static float value(BF16 code) { return to_float(code); }
 };
 
 // Encodes the n values in the chunk to a wire, which may lie anywhere. `said` and `rest`

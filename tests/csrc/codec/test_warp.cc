@@ -16,6 +16,7 @@
 #include "codec/minmax_u4.h"
 #include "codec/minmax_u8.h"
 #include "codec/sign1.h"
+#include "codec/singles.h"
 #include "codec/warp_topk.h"
 
 namespace bagua {
@@ -210,7 +211,8 @@ void topk_like_a_cpu(const char* values_codec) {
         std::vector<float> rest(in.size(), 0.0625f), warp_rest = rest;
         std::vector<float> said(in.size()), warp_said = said, sum(in.size(), 3), warp_sum = sum;
         std::vector<char> wire(static_cast<size_t>(coding.wire_nbytes(n)) + 8, 'x');  // from 1 on
-        std::vector<char> warp_wire = wire, memory(Desk::nbytes(here, coded) + 16);
+        std::vector<char> warp_wire = wire;
+        std::vector<char> memory(static_cast<size_t>(Desk::nbytes(here, coded)) + 16);
         coding.encode_rest(in.data(), rest.data(), n, wire.data() + 1);
         coding.decode(wire.data() + 1, n, said.data());
         coding.decode_add(wire.data() + 1, n, sum.data());

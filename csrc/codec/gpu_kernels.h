@@ -1,0 +1,117 @@
+// What the kernels of all codecs have in common. A family of kernels says
+//   Shape, shape(coding, count)  what its kernels are told of the values and their wires
+//   kThreads, grid(count)        threads of a block, and how many of those blocks
+//   shared_nbytes(shape)         memory that the threads of a block share
+//   encode, decode, add_up       what one of the threads does
+#pragma once
+
+#include <algorithm>
+#include <string>
+
+#include "codec/format.h"
+#include "codec/gpu.h"
+
+namespace bagua {
+
+struct Wires {
+  const char* of[kMostWires];
+  int count;
+};
+
+// How a codec is launched, by the name of the codec; topk by that of the one for its values.
+struct Kernels {
+  const char* name;
+  void (*encode)(const Coding&, const float*, float*, int64_t, char*, Device::Stream);
+  void (*decode)(const Coding&, const char*, int64_t, float*, Device::Stream);
+  void (*add_up)(const Coding&, const Wires&, Finish, float*, int64_t, char*, float*,
+                 Device::Stream);
+};
+const Kernels* value_kernels(const std::string& name);
+const Kernels* topk_kernels(const std::string& name);
+
+#ifdef __CUDACC__
+
+struct GpuWarp {
+  static constexpr unsigned kAll = 0xffffffffu;
+  __device__ int lane() const { return static_cast<int>(threadIdx.x % kLanes); }
+  __device__ uint32_t down(uint32_t x, int d) const { return __shfl_down_sync(kAll, x, d); }
+  __device__ uint32_t first(uint32_t x) const { return __shfl_sync(kAll, x, 0); }
+  __device__ uint32_t vote(bool b) const { return __ballot_sync(kAll, b); }
+  __device__ void sync() const { __syncwarp(); }
+};
+
+// What becomes of a sum.
+struct Finishing {
+  float divisor, factor;
+  __device__ float operator()(float sum) const {
+    return divisor == 1 && factor == 1 ? sum : sum / divisor * factor;
+  }
+};
+
+// Blocks of threads for so many items; each goes on with what is left.
+inline int grid_of(int64_t items, int per_block) {
+  constexpr int64_t kMost = 132 * 16;
+  return static_cast<int>(
+      std::max<int64_t>(1, std::min<int64_t>((items + per_block - 1) / per_block, kMost)));
+}
+
+template <class K>
+__global__ void __launch_bounds__(K::kThreads)
+    encode_kernel(typename K::Shape shape, const float* in, float* residual, uint8_t* wire) {
+  K::encode(shape, in, residual, wire);
+}
+template <class K>
+__global__ void __launch_bounds__(K::kThreads)
+    decode_kernel(typename K::Shape shape, const uint8_t* wire, float* out) {
+  K::decode(shape, wire, out);
+}
+template <class K>
+__global__ void __launch_bounds__(K::kThreads)
+    add_up_kernel(typename K::Shape shape, Wires wires, Finishing finish, float* residual,
+                  uint8_t* wire, float* out) {
+  K::add_up(shape, wires, finish, residual, wire, out);
+}
+
+template <class K>
+struct Launch {
+  template <class... Takes, class... Args>
+  static void launch(void (*kernel)(typename K::Shape, Takes...), const Coding& coding,
+                     int64_t count, Device::Stream stream, Args... args) {
+    const typename K::Shape shape = K::shape(coding, count);
+    const int nbytes = K::shared_nbytes(shape);
+    if (nbytes > 48 << 10)  // more than usual is asked for
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, nbytes);
+    kernel<<<K::grid(count), K::kThreads, nbytes, static_cast<cudaStream_t>(stream)>>>(shape,
+                                                                                       args...);
+  }
+  static void encode(const Coding& coding, const float* in, float* residual, int64_t count,
+                     char* wire, Device::Stream stream) {
+    launch(encode_kernel<K>, coding, count, stream, in, residual, reinterpret_cast<uint8_t*>(wire));
+  }
+  static void decode(const Coding& coding, const char* wire, int64_t count, float* out,
+                     Device::Stream stream) {
+    launch(decode_kernel<K>, coding, count, stream, reinterpret_cast<const uint8_t*>(wire), out);
+  }
+  static void add_up(const Coding& coding, const Wires& wires, Finish f, float* residual,
+                     int64_t count, char* wire, float* out, Device::Stream stream) {
+    const Finishing finish = {static_cast<float>(f.divisor), static_cast<float>(f.factor)};
+    launch(add_up_kernel<K>, coding, count, stream, wires, finish, residual,
+           reinterpret_cast<uint8_t*>(wire), out);
+  }
+};
+
+template <class K>
+constexpr Kernels kernels(const char* name) {
+  return {name, Launch<K>::encode, Launch<K>::decode, Launch<K>::add_up};
+}
+
+template <size_t N>
+const Kernels* find(const Kernels (&table)[N], const std::string& name) {
+  for (const Kernels& row : table)
+    if (row.name == name) return &row;
+  return nullptr;
+}
+
+#endif
+
+}  // namespace bagua
