@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 CXX_FILES = $(shell find csrc tests/csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' 2>/dev/null)
-BUILD_FILES = setup.py CMakeLists.txt $(wildcard cmake/*.cmake) bagua/version.py
+BUILD_FILES = setup.py CMakeLists.txt $(wildcard cmake/*) bagua/version.py
 
 # MPI's compiler wrapper prints its folders unquoted.
 ifneq ($(words $(CURDIR)),1)
@@ -115,7 +115,7 @@ $(STAMP)/venv:
 
 # The build requirements are read from pyproject.toml: the editable build does without isolation,
 # so that its tools stay and a later build compiles only what changed.
-$(STAMP)/tools: pyproject.toml $(STAMP)/venv
+$(STAMP)/tools: pyproject.toml cmake/cuda_toolkit.py $(STAMP)/venv
 	@echo "installing the tools and torch into $(VENV)"
 	$(PIP) --upgrade 'pip>=23'
 	$(BIN)/python - <<-'END' >$(STAMP)/requirements.txt
@@ -123,6 +123,7 @@ $(STAMP)/tools: pyproject.toml $(STAMP)/venv
 	text = open("pyproject.toml").read()
 	print(*ast.literal_eval(re.search(r"^requires = (\[.*?\])", text, re.M | re.S)[1]), sep="\n")
 	END
+	$(BIN)/python cmake/cuda_toolkit.py >>$(STAMP)/requirements.txt
 	$(PIP) -r $(STAMP)/requirements.txt
 	$(BIN)/python -m pip show -q torch 2>/dev/null || $(PIP) --no-deps --retries 0 --extra-index-url $(TORCH_INDEX) '$(TORCH)'
 	touch $@

