@@ -49,8 +49,9 @@ test-python: dev
 test-pretended: dev ## tests of the frontend whose tensors are taken for those of a device
 	@PRETEND_GPU=1 $(BIN)/python -m pytest tests/torch -k 'np2 and not late_contribution_elsewhere'
 
-test-gpu: dev ## tests on a GPU, by one rank and by two that share it; skipped where there is none
+test-gpu: dev ## tests on a GPU, by one rank and by two that share it, without NCCL and with it; skipped where there is none
 	@$(BIN)/python -m pytest tests/gpu
+	NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=4 $(BIN)/python -m pytest tests/gpu
 
 test-parallel: dev ## tests of what runs tests over MPI processes
 	@$(BIN)/python -m pytest tests/parallel

@@ -17,7 +17,7 @@ CSRC = {
     "device": {"common"},
     "codec": {"common", "kernel", "device"},
     "net": {"common"},
-    "transport": {"common"},
+    "transport": {"common", "kernel", "device"},
     "control": {"common"},
     "collective": {"common", "kernel", "device", "codec", "net", "control", "transport"},
 }

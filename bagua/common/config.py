@@ -109,6 +109,9 @@ class Config:
         max=64,
         whole=True,
     )
+    nccl: bool = _setting(
+        True, "let NCCL move what is on GPUs, where every rank has it and a GPU", agree=True
+    )
     allow_shared_gpu: bool = _setting(
         False, "let several ranks train on one GPU, which makes none of them faster", agree=True
     )
@@ -283,6 +286,11 @@ def suggest(variables: Mapping[str, str]) -> None:
     """Sets variables that other software will read, unless somebody has."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
+
+
+def nccl_shares_gpu() -> bool:
+    """Whether NCCL was told, by a variable of its own, that several ranks may have one GPU."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "") not in ("", "0")
 
 
 def report_verdict() -> None:

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any, Union
 
 from bagua.common import mpi
-from bagua.common.config import Config, report_verdict, torchrun_size
+from bagua.common.config import Config, nccl_shares_gpu, report_verdict, torchrun_size
 from bagua.common.core import core
 from bagua.common.errors import PeerError, UsageError
 from bagua.common.kinds import Kind, Urgency
 from bagua.common.messages import Messages
 from bagua.common.mpi import MPI
+from bagua.common.nccl import library_path
 from bagua.common.process_set import ProcessSet, global_process_set
 from bagua.version import __version__
 
@@ -97,6 +98,8 @@ class World:
         settings["helpers"] = int(settings["helpers"])
         if self.core_count < 1:
             settings["spin_us"] = 0.0  # spinning would take the core a peer needs
+        settings["nccl_path"] = library_path()
+        settings["nccl_shares_gpu"] = nccl_shares_gpu()
         names = [f"host {host}, pid {pid}" for host, (pid, *_) in zip(hosts, places)]
         listener, address = None, None
         if self.rank == 0:

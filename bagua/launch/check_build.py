@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from bagua.common.errors import UsageError
+from bagua.common.nccl import library_path
 from bagua.launch.flavour import detect, find_mpirun
 from bagua.version import __version__
 
@@ -41,6 +42,8 @@ def report(mpirun: str = "") -> tuple[str, bool]:
     if build is not None and build.get("cuda", "") != "not built":
         found = importlib.import_module("bagua._core").cuda_devices()
         lines.append(_item("GPU", not found.startswith("no "), found))
+        nccl = importlib.import_module("bagua._core").nccl_found(library_path())
+        lines.append(_item("NCCL", not nccl.startswith("no "), nccl))
     for package in ("numpy", "torch"):
         version = installed(package)
         lines.append(_item(package, bool(version), version or "not installed"))

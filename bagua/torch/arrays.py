@@ -89,6 +89,8 @@ class TorchArrays:
     def adopt(self, memory: Any, shape: Sequence[int], like: Any) -> Any:
         if 0 in shape:
             return self.empty(shape, like)
+        if memory.on_device:
+            return torch.as_tensor(memory, device=like.device).view(like.dtype).view(tuple(shape))
         return torch.frombuffer(memory, dtype=like.dtype).view(tuple(shape)).to(like.device)
 
     def assign(self, target: Any, source: Any) -> None:

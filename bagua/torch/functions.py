@@ -91,8 +91,10 @@ def broadcast_optimizer_state(
     skeleton = broadcast_object(skeleton, root_rank, process_set=process_set)
     if not is_root:
         skeleton = _with_empty_tensors(skeleton, tensors)
-    if tensors:
-        ops.grouped_broadcast_(tensors, root_rank, process_set=process_set)
+    # Those on a GPU apart, so that they can stay there.
+    for is_cpu in (True, False):
+        if alike := [tensor for tensor in tensors if tensor.is_cpu == is_cpu]:
+            ops.grouped_broadcast_(alike, root_rank, process_set=process_set)
     if not is_root:
         optimizer.load_state_dict(skeleton)
         _keep_dtypes(optimizer, skeleton)
@@ -122,6 +124,7 @@ class _Placeholder:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape = tuple(tensor.shape)
         self.dtype = tensor.dtype
+        self.place = tensor.device.type  # of GPUs every rank has its own
 
 
 def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -138,7 +141,9 @@ def _with_empty_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     """The reverse, with new tensors to be filled."""
 
     def replace(placeholder: _Placeholder) -> Any:
-        tensors.append(torch.empty(placeholder.shape, dtype=placeholder.dtype))
+        tensors.append(
+            torch.empty(placeholder.shape, dtype=placeholder.dtype, device=placeholder.place)
+        )
         return tensors[-1]
 
     return _mapped(value, _Placeholder, replace)

@@ -8,6 +8,7 @@
 
 #include "common/errors.h"
 #include "device/device.h"
+#include "device/nccl_library.h"
 
 namespace bagua {
 namespace {
@@ -68,10 +69,12 @@ class CudaDevice : public Device {
                        ", which bagua was built with: update it, or install bagua again with the "
                        "nvcc of an older toolkit in CUDA_HOME");
     check(status, "cudaGetDeviceProperties");
+    identity_.assign(about.uuid.bytes, sizeof about.uuid.bytes);
     name_ = "GPU " + std::to_string(number) + " (" + about.name + ")";
   }
   std::string name() const override { return name_; }
   int number() const override { return number_; }
+  std::string identity() const override { return identity_; }
 
   Mark mark(Stream stream) override {
     const Current current(number_);
@@ -103,6 +106,15 @@ class CudaDevice : public Device {
     check(cudaStreamSynchronize(as_stream(stream)), "cudaStreamSynchronize");
   }
 
+  std::shared_ptr<char> allocate(size_t nbytes, Stream stream) override {
+    const Current current(number_);
+    void* memory = nullptr;
+    check(cudaMalloc(&memory, nbytes ? nbytes : 1), "cudaMalloc");
+    std::shared_ptr<char> owner(static_cast<char*>(memory), [](char* p) { cudaFree(p); });
+    check(cudaMemsetAsync(memory, 0, nbytes, as_stream(stream)), "cudaMemsetAsync");
+    return owner;
+  }
+
   Stream add_stream() override {
     const Current current(number_);
     int least = 0, greatest = 0;
@@ -111,6 +123,10 @@ class CudaDevice : public Device {
     check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest),
           "cudaStreamCreateWithPriority");
     return stream;
+  }
+
+  const NcclLibrary* nccl(const std::string& path, std::string& why_not) override {
+    return find_nccl(path, why_not);
   }
 
   void as_current(const std::function<void()>& work) override {
@@ -153,7 +169,7 @@ class CudaDevice : public Device {
   }
 
   const int number_;
-  std::string name_;
+  std::string name_, identity_;
   std::mutex mutex_;
   std::vector<cudaEvent_t> events_;
 };

@@ -9,6 +9,8 @@
 
 namespace bagua {
 
+struct NcclLibrary;
+
 constexpr int kHost = -1;  // the number of no device
 
 class Device {
@@ -19,6 +21,8 @@ class Device {
   virtual ~Device() = default;
   virtual std::string name() const = 0;
   virtual int number() const = 0;
+  // 16 bytes that no other device has.
+  virtual std::string identity() const = 0;
 
   // Any thread may call these, whatever device is its own.
   virtual Mark mark(Stream stream) = 0;
@@ -31,6 +35,10 @@ class Device {
   // Waits until the stream has nothing to do.
   virtual void drain(Stream stream) = 0;
 
+  // Memory of the device, zeros from the stream's point of view.
+  virtual std::shared_ptr<char> allocate(size_t nbytes, Stream stream) = 0;
+  // NCCL for this kind of device, see find_nccl; null, and why, if there is none.
+  virtual const NcclLibrary* nccl(const std::string& path, std::string& why_not) = 0;
   // One that lasts as long as the process, and whose work goes first.
   virtual Stream add_stream() = 0;
   // Kernels that are started meanwhile run on this device.

@@ -23,14 +23,19 @@ class PretendDevice : public Device {
 
   std::string name() const override { return "a pretended device"; }
   int number() const override { return 0; }
+  std::string identity() const override;
   // The default stream is the thread that asks: what it is given is done when the call returns.
   Mark mark(Stream stream) override;
   void follow(Stream stream, const Mark& mark) override;
   bool reached(const Mark& mark) override;
   void copy(void* to, const void* from, size_t nbytes, Stream stream) override;
   void drain(Stream stream) override;
+  std::shared_ptr<char> allocate(size_t nbytes, Stream stream) override;
   Stream add_stream() override;
   std::shared_ptr<char> pin(std::shared_ptr<char> memory, size_t nbytes) override;
+
+  const NcclLibrary* nccl(const std::string&, std::string&) override { return nccl_; }
+  void use_nccl(const NcclLibrary* library) { nccl_ = library; }
 
   // From now on it is broken: whoever asks it something hears so.
   void fail() { failed_ = true; }
@@ -45,6 +50,7 @@ class PretendDevice : public Device {
   void check() const;
 
   const int work_us_;
+  const NcclLibrary* nccl_ = nullptr;
   std::atomic<bool> failed_{false};
   std::mutex mutex_;
   std::vector<std::unique_ptr<Worker>> workers_;

@@ -55,6 +55,7 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
       is_ready_(slot_counts.size()),
       left_(slot_counts.size()) {
   description_.priority = priority;
+  description_.on_device = device != nullptr;
   const auto item = static_cast<int64_t>(dtype_nbytes(dtype));
   const bool adasum = description_.op == ReduceOp::kAdasum;  // weighs every tensor by itself
   const bool anywhere =

@@ -206,7 +206,7 @@ void Engine::coordinate() {
     caller_drives_ = false;
     drive(nullptr, 0);
     const bool through = stopping && try_stop();
-    const bool watchful = anything_open() || stopping ||
+    const bool watchful = anything_open() || (nccl_ && nccl_->under_way()) || stopping ||
                           (ledger_ && (ledger_->any_open() || liveness_.asked(now_s())));
     doze_us = watchful ? kTickUs : -1;
     lock.lock();

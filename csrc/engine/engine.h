@@ -24,6 +24,7 @@
 #include "engine/exchange.h"
 #include "engine/ledger.h"
 #include "engine/liveness.h"
+#include "engine/nccl_exchange.h"
 #include "engine/patience.h"
 #include "engine/request.h"
 #include "engine/schedule.h"
@@ -134,8 +135,10 @@ class Engine {
   RequestPtr take_open(Set& set, int32_t id, const Key& key);
   void run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed,
                   std::vector<Entry>& forgotten);
-  void exchange(const Set& set, const std::vector<RequestPtr>& requests);
+  void exchange(int32_t id, const Set& set, const std::vector<RequestPtr>& requests);
   Staging* staging_for(const std::vector<RequestPtr>& requests);
+  NcclExchange* nccl_for(int32_t id, const std::vector<RequestPtr>& requests, Group& group,
+                         const Workbench& bench);
   void tell_choice(const Collective& row, const Job& job);
   RequestPtr stand_in(const Set& set, const Entry& entry);
   void run_special(Request& request);
@@ -171,7 +174,8 @@ class Engine {
   std::unique_ptr<Waiter> waiter_;
   std::unique_ptr<Scratch> scratch_;
   std::unique_ptr<Staging> staging_;  // of the process's device
-  std::unique_ptr<Crew> crew_;        // while a caller waits, this rank's other cores are idle
+  std::unique_ptr<NcclExchange> nccl_;
+  std::unique_ptr<Crew> crew_;  // while a caller waits, this rank's other cores are idle
   std::map<int32_t, Set> sets_;
   int32_t next_set_ = 1;
   std::vector<Message> inbox_;

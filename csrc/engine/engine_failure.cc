@@ -99,6 +99,7 @@ void Engine::tick() {
     lose(silent, "has not answered for " + seconds(config_.peer_timeout_s) +
                      ": stopped, or its machine is overloaded or unreachable (peer_timeout_s)");
   if (ledger_) look_for_stalls(now);
+  if (nccl_ && nccl_->under_way()) nccl_->check();
 }
 
 // A rank is gone without a goodbye. That ends the engine, unless this rank is leaving anyway.
@@ -184,6 +185,7 @@ void Engine::poison(FailurePtr failure) {
 // Messages of a broken exchange may still be read or written by the transport, whenever anybody
 // lets MPI make progress. Nobody can say when they are done, so their memory is never freed.
 void Engine::let_go_of_exchange() {
+  if (nccl_) nccl_->abort();
   if (staging_) {
     staging_->settle();
     // The device may still bring something.

@@ -38,12 +38,19 @@ void connect(Job& job, const Collective& row, Staging& staging) {
   };
 }
 
-void run(OpKind kind, Job& job, const Workbench& bench) {
+// Memory for a result, where the tensors are.
+char* allocate(Output& output, const Workbench& bench, size_t nbytes) {
+  output.on_device = bench.nccl != nullptr;
+  output.data = bench.nccl ? bench.nccl->allocate(nbytes) : allocate_lines(nbytes);
+  return output.data.get();
+}
+
+void run_on_host(OpKind kind, Job& job, const Workbench& bench, Staging* staging) {
   const bool named = kind == OpKind::kAllreduce;
   const Collective& row = choose_collective(kind, job, named ? bench.allreduce : "auto");
   bench.chosen(row, job);
   job.crew = bench.crew;
-  if (bench.staging) connect(job, row, *bench.staging);
+  if (staging) connect(job, row, *staging);
   if (job.fragments.empty() || row.scattered) return row.run(job);
   const auto item = static_cast<int64_t>(job.item());
   job.data = bench.scratch.get(Scratch::kFusion, job.nbytes());
@@ -59,6 +66,11 @@ void run(OpKind kind, Job& job, const Workbench& bench) {
   row.run(job);
   for (const Fragment& f : fragments)
     copy(job.group, f.out, job.data + f.begin * item, static_cast<size_t>(f.count * item));
+}
+
+void run(OpKind kind, Job& job, const Workbench& bench) {
+  if (bench.nccl) return bench.nccl->run(kind, job);
+  run_on_host(kind, job, bench, bench.staging);
 }
 
 // Non-empty tensors of all requests, element types together, otherwise in order.
@@ -102,7 +114,7 @@ void on_stretches(const std::vector<Tensor>& tensors, Group& group, const Workbe
     } while (fuse && end < tensors.size() && tensors[end].dtype == job.dtype &&
              !lone(tensors[begin]) && !lone(tensors[end]) &&
              job.nbytes() + tensors[end].nbytes() <= static_cast<size_t>(bench.fusion_nbytes));
-    if (end == begin + 1 && !tensors[begin].fragments) {
+    if (end == begin + 1 && !tensors[begin].fragments && !bench.nccl) {
       job.fragments.clear();
       job.data = tensors[begin].out;
       copy(group, job.data, tensors[begin].in, job.nbytes());
@@ -144,6 +156,10 @@ std::vector<std::vector<char>> take_apart(std::vector<Tensor>& tensors, const Wo
   if (bench.staging) bench.staging->need();
   for (Tensor& t : tensors) {
     if (t.fragments) continue;
+    if (bench.nccl) {
+      t.in = bench.nccl->copy_of(t.in, t.nbytes());
+      continue;
+    }
     copies.emplace_back(t.in, t.in + t.nbytes());
     t.in = copies.back().data();
   }
@@ -190,8 +206,8 @@ void exchange_allreduce(const std::vector<RequestPtr>& requests, Group& group,
     // Not of fragments: results come to them at the end.
     if (job.data && tensors.size() == 1) job.values_final = bench.values_final;
     if (bench.staging && (!is_linear(d.op) || group.size() == 1)) bench.staging->need();
-    if (!is_linear(d.op)) scale_all(job, d.prescale);
-    if (group.size() == 1) return scale_all(job, finish.factor);
+    if (!is_linear(d.op) && d.prescale != 1) scale_all(job, d.prescale);
+    if (group.size() == 1 && !bench.nccl) return scale_all(job, finish.factor);
     run(OpKind::kAllreduce, job, bench);
   });
 }
@@ -211,26 +227,6 @@ void exchange_broadcast(const std::vector<RequestPtr>& requests, Group& group,
   }
 }
 
-// Lets every rank know what the others will send: `in` has one number per rank and tensor for an
-// alltoall, one per tensor for an allgather. The memory is the engine's, as that of all messages:
-// after a failure one of them may still be under way.
-std::vector<int64_t> exchange_counts(OpKind kind, const std::vector<int64_t>& in, int64_t per_rank,
-                                     Group& group, const Workbench& bench) {
-  const auto n = static_cast<size_t>(group.size());
-  const size_t out_count = n * static_cast<size_t>(per_rank);
-  char* memory = bench.scratch.get(Scratch::kCounts, (out_count + in.size()) * sizeof(int64_t));
-  char* sent = memory + out_count * sizeof(int64_t);
-  std::memcpy(sent, in.data(), in.size() * sizeof(int64_t));
-  Job job{group, bench.scratch, DType::kI64};
-  job.in = sent;
-  job.out = memory;
-  job.in_counts.assign(n, per_rank);
-  job.out_counts.assign(n, per_rank);
-  run(kind, job, bench);
-  const auto* out = reinterpret_cast<const int64_t*>(memory);
-  return {out, out + out_count};
-}
-
 void exchange_allgather(const Request& request, Group& group, const Workbench& bench) {
   const auto infos = tensors_of(request.description);
   const auto n = static_cast<size_t>(group.size());
@@ -246,9 +242,8 @@ void exchange_allgather(const Request& request, Group& group, const Workbench& b
       job.out_counts.push_back(output.rows.back() * row_count);
       total += job.out_counts.back();
     }
-    output.data = allocate_lines(static_cast<size_t>(total) * job.item());
     job.in = request.parts[i].in;
-    job.out = output.data.get();
+    job.out = allocate(output, bench, static_cast<size_t>(total) * job.item());
     run(OpKind::kAllgather, job, bench);
   }
 }
@@ -265,9 +260,8 @@ void exchange_alltoall(const Request& request, Group& group, const Workbench& be
     job.out_counts.push_back(output.rows[rank] * row_count);
     total += job.out_counts.back();
   }
-  output.data = allocate_lines(static_cast<size_t>(total) * job.item());
   job.in = request.parts[0].in;
-  job.out = output.data.get();
+  job.out = allocate(output, bench, static_cast<size_t>(total) * job.item());
   run(OpKind::kAlltoall, job, bench);
 }
 
@@ -295,6 +289,23 @@ void exchange_reducescatter(const Request& request, Group& group, const Workbenc
 }
 
 }  // namespace
+
+std::vector<int64_t> exchange_counts(OpKind kind, const std::vector<int64_t>& in, int64_t per_rank,
+                                     Group& group, const Workbench& bench) {
+  const auto n = static_cast<size_t>(group.size());
+  const size_t out_count = n * static_cast<size_t>(per_rank);
+  char* memory = bench.scratch.get(Scratch::kCounts, (out_count + in.size()) * sizeof(int64_t));
+  char* sent = memory + out_count * sizeof(int64_t);
+  std::memcpy(sent, in.data(), in.size() * sizeof(int64_t));
+  Job job{group, bench.scratch, DType::kI64};
+  job.in = sent;
+  job.out = memory;
+  job.in_counts.assign(n, per_rank);
+  job.out_counts.assign(n, per_rank);
+  run_on_host(kind, job, bench, /*staging=*/nullptr);
+  const auto* out = reinterpret_cast<const int64_t*>(memory);
+  return {out, out + out_count};
+}
 
 void run_exchange(const std::vector<RequestPtr>& requests, Group& group,
                   const std::vector<int>& ranks, const Workbench& bench) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "collective/collective.h"
+#include "engine/nccl_exchange.h"
 #include "engine/request.h"
 #include "engine/staging.h"
 
@@ -23,8 +24,15 @@ struct Workbench {
   Crew* crew;                                                 // null when the cores are the model's
   std::function<void(const Collective&, const Job&)> chosen;  // told before each collective runs
   std::function<void()> values_final;  // of all requests, though the exchange goes on
-  Staging* staging = nullptr;  // where tensors on a device are brought; null: there are none
+  Staging* staging = nullptr;    // where tensors on a device are brought; null: there are none
+  NcclExchange* nccl = nullptr;  // where all tensors are on devices, and stay there
 };
+
+// Lets every rank know what the others will send: `in` has one number per rank and tensor for an
+// alltoall, one per tensor for an allgather. The memory is the engine's, as that of all messages:
+// after a failure one of them may still be under way.
+std::vector<int64_t> exchange_counts(OpKind kind, const std::vector<int64_t>& in, int64_t per_rank,
+                                     Group& group, const Workbench& bench);
 
 // Requests of one kind, alike in everything but their tensors, in agreed order. `ranks` are the
 // process set's. Results and outputs are in the requests' memory and handles afterwards.

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/bytes.h"
@@ -28,6 +29,7 @@ struct Description {
   std::string peers;            // of an allreduce that is not with everyone, see parse_peers
   bool exact_in_nodes = false;  // codec and peers count only between nodes
   bool background = false;      // gives way to everything else
+  bool on_device = false;       // all its tensors are, on all ranks
   int32_t priority = 0;         // higher goes first among requests agreed together
   // Per tensor: element type, number of dimensions, dimensions. For add_process_set: the ranks.
   std::vector<int64_t> layout;
@@ -80,6 +82,7 @@ int64_t nbytes_of(const Description& description);
 struct Output {
   std::shared_ptr<char> data;
   std::vector<int64_t> rows;  // received from each rank
+  bool on_device = false;
 };
 
 // Completion or a failure. Written by the driving thread before done becomes true, then read-only.
@@ -109,6 +112,10 @@ class Handle {
     if (keepalive_) make_follow(began_on_);
     keepalive_.reset();
   }
+  void returned_to(Device& device, Device::Mark end) {
+    device_ = &device;
+    end_ = std::move(end);
+  }
   Device* device() const { return device_; }  // null: the results are in the host's memory
 
   std::vector<Output> outputs;  // allgather, alltoall: one per tensor
@@ -116,7 +123,6 @@ class Handle {
 
  private:
   friend class Engine;
-  friend class Staging;
   FailurePtr failure_;
   Device* device_ = nullptr;
   Device::Mark end_;

@@ -149,10 +149,7 @@ void Staging::end() {
     if (!result.given) give(result.from, result.nbytes);
   const Device::Mark end = device_.mark(out_);
   memories_[turn_].given = end;
-  for (const RequestPtr& request : requests_) {
-    request->handle->device_ = request->device;
-    request->handle->end_ = end;
-  }
+  for (const RequestPtr& request : requests_) request->handle->returned_to(device_, end);
   requests_.clear();
   keepalives_.clear();
 }

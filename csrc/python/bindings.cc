@@ -10,6 +10,7 @@
 #include "common/log.h"
 #include "control/socket_channel.h"
 #include "device/device.h"
+#include "device/nccl_library.h"
 #include "engine/bucket.h"
 #include "engine/engine.h"
 #include "engine/rings.h"
@@ -38,6 +39,9 @@ Config config_from(const py::dict& d) {
   c.shared_memory = d["transport"].cast<std::string>() != "mpi";
   c.needs_shared_memory = d["transport"].cast<std::string>() == "shm";
   c.helpers = d["helpers"].cast<int>();
+  c.nccl = d["nccl"].cast<bool>();
+  c.nccl_path = d["nccl_path"].cast<std::string>();
+  c.nccl_shares_gpu = d["nccl_shares_gpu"].cast<bool>();
   c.inline_drive = d["inline_drive"].cast<bool>();
   c.network_interfaces = d["network_interfaces"].cast<std::string>();
   c.log_level = d["log_level"].cast<std::string>();
@@ -92,8 +96,15 @@ py::dict build_info() {
   for (const Codec& row : codecs()) formats.push_back(row.name);
   info["codecs"] = formats;
   info["cuda"] = cuda_compiled();
-  info["nccl"] = "not built";
+  info["nccl"] = cuda_compiled() == "not built" ? "not built" : "found when it is needed";
   return info;
+}
+
+// The version of NCCL that would be used, or "no NCCL: <why>".
+std::string nccl_found(const std::string& path) {
+  std::string why_not;
+  const NcclLibrary* library = find_nccl(path, why_not);
+  return library ? version_text(*library) : "no NCCL: " + why_not;
 }
 
 void translate(std::exception_ptr pointer) {
@@ -117,6 +128,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("abandon", [](std::shared_ptr<Engine> engine) { new std::shared_ptr<Engine>(engine); });
   m.def("build_info", build_info);
   m.def("cuda_devices", cuda_devices);
+  m.def("nccl_found", nccl_found);
   m.def("pretend", pretend);
   m.def("mpi_compiled", mpi_compiled);
 
@@ -126,7 +138,19 @@ PYBIND11_MODULE(_core, m) {
 
   py::class_<Memory, std::shared_ptr<Memory>>(m, "Memory", py::buffer_protocol())
       .def_buffer([](Memory& memory) {
+        if (memory.on_device) throw py::buffer_error("it is on a GPU");
         return py::buffer_info(reinterpret_cast<uint8_t*>(memory.data.get()), memory.nbytes);
+      })
+      .def_readonly("on_device", &Memory::on_device)
+      // https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
+      .def_property_readonly("__cuda_array_interface__", [](const Memory& memory) {
+        if (!memory.on_device) throw py::attribute_error("it is not on a GPU");
+        py::dict about;
+        about["version"] = 3;
+        about["shape"] = py::make_tuple(memory.nbytes);
+        about["typestr"] = "|u1";
+        about["data"] = py::make_tuple(reinterpret_cast<uintptr_t>(memory.data.get()), false);
+        return about;
       });
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")

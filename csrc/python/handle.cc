@@ -112,7 +112,7 @@ PyObject* output(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     const Output& output = output_of(as_handle(self), args[0]);
     int64_t rows = 0;
     for (const int64_t n : output.rows) rows += n;
-    Memory memory{output.data, rows * as_int(args[1])};
+    Memory memory{output.data, rows * as_int(args[1]), output.on_device};
     return py::cast(std::make_shared<Memory>(std::move(memory))).release().ptr();
   });
 }

@@ -27,6 +27,7 @@ inline PyObject* new_ref(PyObject* object) {
 struct Memory {
   std::shared_ptr<char> data;
   int64_t nbytes;
+  bool on_device = false;
 };
 
 int64_t as_int(PyObject* object);

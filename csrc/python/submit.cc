@@ -1,6 +1,7 @@
 // The hot call, so its arguments are read by hand instead of by pybind11's casters.
 #include "python/submit.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "engine/engine.h"
@@ -98,6 +99,9 @@ PyObject* submit(PyObject*, PyObject* const* args, Py_ssize_t count) {
     request->splits = as_ints(args[9]);
     if (!add_tensors(*request, args[3])) return new_ref(Py_None);
     if (d.kind == OpKind::kAddProcessSet) d.layout = request->splits;
+    d.on_device =
+        !request->parts.empty() && std::all_of(request->parts.begin(), request->parts.end(),
+                                               [](const Part& part) { return part.on_device; });
     if (request->device && request->refusal.empty()) begin_here(*request);
     request->keepalive = keep(args[11]);
     HandlePtr handle = request->handle;

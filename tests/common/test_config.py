@@ -108,6 +108,7 @@ def test_what_must_agree():
         "allreduce": "auto",
         "fusion_mb": 3.0,
         "bucket_mb": 25.0,
+        "nccl": True,
         "allow_shared_gpu": False,
         "algorithm": "gradient_allreduce",
         "check_replicas_every": 0.0,

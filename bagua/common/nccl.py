@@ -1,0 +1,17 @@
+"""Where NCCL is, if it came as a wheel."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+
+def library_path() -> str:
+    """The library of nvidia-nccl-cu12 or -cu13, which need not be on any search path."""
+    try:
+        wheel = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:  # no package of NVIDIA's at all
+        return ""
+    folders = (wheel and wheel.submodule_search_locations) or []
+    found = [file for folder in folders for file in Path(folder).glob("lib/libnccl.so.2")]
+    return str(found[0]) if found else ""

@@ -1,0 +1,195 @@
+// The carrying out of what was agreed.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "common/clock.h"
+#include "common/memory.h"
+#include "engine/engine.h"
+
+namespace bagua {
+
+void Engine::run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed,
+                        std::vector<Entry>& forgotten) {
+  Set& set = sets_.at(id);
+  std::vector<RequestPtr> requests;
+  std::vector<Candidate> candidates;
+  auto next_forgotten = forgotten.begin();
+  for (const auto& item : agreed) {
+    Entry& entry = item.id == Decision::kForgotten ? *next_forgotten++
+                                                   : set.entries[static_cast<size_t>(item.id)];
+    RequestPtr request = take_open(set, item.id, {item.seq ? "" : entry.name, item.seq});
+    if (!request && !set.joining)
+      throw InternalError("the ranks agreed on '" + entry.name + "' (" +
+                          kind_name(entry.description.kind) + "), which rank " +
+                          std::to_string(rank_) + " has not asked for");
+    if (!request) request = stand_in(set, entry);
+    request->round = entry.rounds++;
+    requests.push_back(request);
+    candidates.push_back({&entry.description, entry.nbytes});
+  }
+  exchanging_ = requests;
+  for (const auto& group : schedule(candidates, config_.fusion_nbytes)) {
+    std::vector<RequestPtr> together;
+    for (const int i : group) together.push_back(requests[static_cast<size_t>(i)]);
+    exchange(id, set, together);
+  }
+  exchanging_.clear();
+}
+
+void Engine::exchange(int32_t id, const Set& set, const std::vector<RequestPtr>& requests) {
+  Group group(*transport_, *waiter_, set.ranks, set.me);
+  run_special(*requests[0]);
+  Workbench bench{*scratch_,
+                  config_.allreduce,
+                  config_.fusion_nbytes,
+                  caller_drives_ ? crew_.get() : nullptr,
+                  [this](const Collective& row, const Job& job) { tell_choice(row, job); },
+                  {}};
+  const Description& d = requests[0]->description;
+  NcclExchange* nccl = bench.nccl = nccl_for(id, requests, group, bench);
+  Staging* staging = bench.staging = nccl ? nullptr : staging_for(requests);
+  const auto end = [&] {
+    if (staging) staging->end();
+    if (nccl) nccl->end(requests);
+  };
+  bench.values_final = [&] {
+    end();
+    announce(requests);
+  };
+  if (staging) staging->begin(requests, group, d.kind != OpKind::kBroadcast || d.root == rank_);
+  run_exchange(requests, group, set.ranks, bench);
+  end();
+  sent_nbytes_ += group.sent_nbytes();
+  touched_nbytes_ += group.touched_nbytes();
+  ++exchange_count_;
+  complete(requests, nullptr);
+}
+
+// Null if it cannot be, or they are in the host's memory.
+NcclExchange* Engine::nccl_for(int32_t id, const std::vector<RequestPtr>& requests, Group& group,
+                               const Workbench& bench) {
+  if (!config_.nccl || !NcclExchange::fits(requests[0]->description)) return nullptr;
+  if (!nccl_) {
+    Device* device = nullptr;
+    for (const RequestPtr& request : requests)
+      if (request->device) device = request->device;
+    std::string why_not;
+    const NcclLibrary* library = device ? device->nccl(config_.nccl_path, why_not) : nullptr;
+    const auto tell = [this](const std::string& text) { log_.write(LogLevel::kInfo, text); };
+    if (!why_not.empty()) tell(why_not);
+    nccl_ = std::make_unique<NcclExchange>(library, device, config_.nccl_shares_gpu, tell);
+  }
+  const auto tell_all = [&](const std::vector<int64_t>& mine) {
+    return exchange_counts(OpKind::kAllgather, mine, static_cast<int64_t>(mine.size()), group,
+                           bench);
+  };
+  return nccl_->begin(id, requests, group, tell_all) ? nccl_.get() : nullptr;
+}
+
+// Null if all are in the host's memory.
+Staging* Engine::staging_for(const std::vector<RequestPtr>& requests) {
+  Device* device = nullptr;
+  for (const RequestPtr& request : requests)
+    if (request->device) device = request->device;
+  if (!device) return nullptr;
+  if (!staging_) {
+    const auto warn = [this](const std::string& text) { log_.write(LogLevel::kWarning, text); };
+    staging_ = std::make_unique<Staging>(*device, arenas(), warn);
+    log_.write(LogLevel::kInfo, "tensors on " + device->name() + " go through the host's memory");
+  }
+  return staging_.get();
+}
+
+// Who waits for the values may go on.
+void Engine::announce(const std::vector<RequestPtr>& requests) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const RequestPtr& request : requests)
+    request->handle->has_values_.store(true, std::memory_order_release);
+  if (waiting_ > 0) changed_.notify_all();
+}
+
+// What was chosen is told once.
+void Engine::tell_choice(const Collective& row, const Job& job) {
+  if (!chosen_.insert(&row).second || !log_.enabled(LogLevel::kInfo)) return;
+  log_.write(LogLevel::kInfo, std::string(kind_name(row.kind)) + " over " +
+                                  std::to_string(job.group.size()) + " ranks uses " + row.name);
+}
+
+// A rank that has joined contributes nothing: zeros, or no rows.
+RequestPtr Engine::stand_in(const Set& set, const Entry& entry) {
+  const Description& d = entry.description;
+  auto request = std::make_shared<Request>();
+  request->description = d;
+  auto memories = std::make_shared<std::vector<std::shared_ptr<char>>>();
+  const auto zeros = [&](size_t nbytes) {
+    const auto memory = request->device ? nccl_->allocate(nbytes) : allocate_lines(nbytes);
+    if (!request->device) std::memset(memory.get(), 0, nbytes);
+    memories->push_back(memory);
+    return memory.get();
+  };
+  if (d.on_device && nccl_) request->device = nccl_->device();
+  for (const TensorInfo& tensor : tensors_of(d)) {
+    const auto nbytes =
+        static_cast<size_t>(std::max<int64_t>(tensor.count(), 0)) * dtype_nbytes(tensor.dtype);
+    char* in = zeros(nbytes);
+    // Its result may come while the zeros still are under way.
+    char* out = d.kind == OpKind::kReducescatter ? zeros(nbytes) : in;
+    request->parts.push_back({in, out, request->device != nullptr});
+    if (d.kind == OpKind::kAllgather || d.kind == OpKind::kAlltoall) request->rows.push_back(0);
+  }
+  if (request->device) request->starts = {nccl_->mark()};
+  request->splits.assign(set.ranks.size(), 0);
+  request->keepalive = memories;
+  ++open_count_;
+  return request;
+}
+
+void Engine::run_special(Request& request) {
+  const Description& d = request.description;
+  if (d.kind == OpKind::kAddProcessSet) {
+    const int32_t id = next_set_++;
+    Set& set = sets_[id];
+    set.ranks.assign(d.layout.begin(), d.layout.end());
+    const auto me = std::find(set.ranks.begin(), set.ranks.end(), rank_);
+    set.me = me == set.ranks.end() ? -1 : static_cast<int>(me - set.ranks.begin());
+    request.handle->value = id;
+    std::lock_guard<std::mutex> lock(mutex_);
+    doors_[id].ranks = set.ranks;
+  } else if (d.kind == OpKind::kRemoveProcessSet) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    doors_.erase(d.root);
+  }
+}
+
+void Engine::finish_join(int32_t id, int last_joined) {
+  Set& set = sets_.at(id);
+  {
+    // Ranks that joined early have made fewer unnamed requests: all start again together.
+    std::lock_guard<std::mutex> lock(mutex_);
+    doors_[id].next_seq = 1;
+  }
+  if (!set.joining) return;
+  set.joining->handle->value = last_joined;
+  complete({std::exchange(set.joining, nullptr)}, nullptr);
+}
+
+void Engine::complete(const std::vector<RequestPtr>& requests, const FailurePtr& failure) {
+  open_since_s_ = now_s();
+  open_count_ -= static_cast<int64_t>(requests.size());
+  for (const RequestPtr& request : requests) {
+    if (failure) request->handle->outputs.clear();
+    request->handle->failure_ = failure;
+    if (!failure && request->handle->device()) request->handle->keepalive_ = request->keepalive;
+    request->keepalive.reset();
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const RequestPtr& request : requests) {
+    const auto door = doors_.find(request->set);
+    if (!request->name.empty() && door != doors_.end()) door->second.names.erase(request->name);
+    request->handle->done_.store(true, std::memory_order_release);
+  }
+  if (waiting_ > 0) changed_.notify_all();
+}
+
+}  // namespace bagua

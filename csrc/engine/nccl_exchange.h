@@ -1,0 +1,70 @@
+// Exchanges of tensors that are on a GPU on all ranks, where NCCL can do them. They are given to a
+// stream, and done for the engine: the device may be far behind.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "collective/collective.h"
+#include "device/device.h"
+#include "engine/request.h"
+#include "transport/nccl.h"
+
+namespace bagua {
+
+class NcclExchange {
+ public:
+  using Tell = std::function<void(const std::string&)>;
+  // Gives everyone these numbers of each, in order.
+  using TellAll = std::function<std::vector<int64_t>(const std::vector<int64_t>&)>;
+
+  // Without a library or a device it tells the other ranks so, and they do without, too. Two ranks
+  // may have one device if all of them say so.
+  NcclExchange(const NcclLibrary* library, Device* device, bool shares, Tell tell);
+  ~NcclExchange();
+
+  // Whether NCCL would do it, whoever asks: a matter of the description alone.
+  static bool fits(const Description& description);
+  // Whether the ranks of this set can use NCCL together, which they find out the first time. If so
+  // what is run from now on is of these requests.
+  bool begin(int32_t set, const std::vector<RequestPtr>& requests, Group& group,
+             const TellAll& tell_all);
+  void run(OpKind kind, const Job& job);
+  // The requests' memory is a matter of their handles from then on.
+  void end(const std::vector<RequestPtr>& requests);
+
+  // Memory of the device.
+  std::shared_ptr<char> allocate(size_t nbytes) { return device_->allocate(nbytes, stream_); }
+  // What is there at this point of the stream, for as long as the exchange needs it.
+  const char* copy_of(const char* from, size_t nbytes);
+  Device::Mark mark() { return device_->mark(stream_); }
+
+  // Whether something is still under way on the device.
+  bool under_way() const { return last_ && !device_->reached(last_); }
+  // Throws a PeerError if NCCL has noticed a failure.
+  void check();
+  // Something broke: ends what is under way, whoever it waits for.
+  void abort();
+  Device* device() const { return device_; }
+
+ private:
+  NcclGroup* group_of(int32_t set, const TellAll& tell_all);
+
+  const NcclLibrary* const library_;
+  Device* const device_;
+  const bool shares_;
+  const Tell tell_;
+  const Device::Stream stream_;
+  std::map<int32_t, std::unique_ptr<NcclGroup>> groups_;  // by set; null where it cannot be
+  Device::Mark last_;
+  std::vector<std::shared_ptr<char>> copies_;
+
+  // Of the exchange at hand.
+  Group* group_ = nullptr;
+  NcclGroup* nccl_ = nullptr;
+};
+
+}  // namespace bagua

@@ -1,0 +1,221 @@
+#include "transport/nccl.h"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "common/errors.h"
+#include "kernel/half.h"
+
+namespace bagua {
+namespace {
+
+constexpr int kOnHost = 1;  // where a scalar is, which is read at once
+
+std::optional<NcclType> type_of(DType dtype) {
+  switch (dtype) {
+    case DType::kBool:
+    case DType::kU8:
+      return NcclType::kU8;
+    case DType::kI8:
+      return NcclType::kI8;
+    case DType::kI32:
+      return NcclType::kI32;
+    case DType::kI64:
+      return NcclType::kI64;
+    case DType::kF16:
+      return NcclType::kF16;
+    case DType::kBF16:
+      return NcclType::kBF16;
+    case DType::kF32:
+      return NcclType::kF32;
+    case DType::kF64:
+      return NcclType::kF64;
+    default:
+      return std::nullopt;
+  }
+}
+
+std::optional<NcclOp> op_of(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return NcclOp::kSum;
+    case ReduceOp::kAverage:
+      return NcclOp::kAverage;
+    case ReduceOp::kProduct:
+      return NcclOp::kProduct;
+    case ReduceOp::kMin:
+      return NcclOp::kMin;
+    case ReduceOp::kMax:
+      return NcclOp::kMax;
+    default:
+      return std::nullopt;
+  }
+}
+
+// A number as an element of some type.
+struct Scalar {
+  alignas(8) char bytes[8] = {};
+  Scalar(double value, DType dtype) {
+    if (dtype == DType::kF64) put(value);
+    const auto x = static_cast<float>(value);
+    if (dtype == DType::kF32) put(x);
+    if (dtype == DType::kF16) put(to_f16(x));
+    if (dtype == DType::kBF16) put(to_bf16(x));
+  }
+  template <class T>
+  void put(T value) {
+    std::memcpy(bytes, &value, sizeof value);
+  }
+};
+
+bool all_alike(const NcclGroup::Counts& counts) {
+  return std::all_of(counts.begin(), counts.end(), [&](int64_t n) { return n == counts[0]; });
+}
+
+}  // namespace
+
+NcclGroup::NcclGroup(const NcclLibrary& library, const NcclId& id, int size, int me, Stream stream,
+                     WaitUntil wait_until)
+    : library_(library), size_(size), me_(me), stream_(stream), wait_until_(std::move(wait_until)) {
+  NcclConfig config;
+  finish(library_.init_rank_config(&comm_, size, id, me, &config), "ncclCommInitRankConfig");
+}
+
+void NcclGroup::abort() {
+  if (auto* comm = std::exchange(comm_, nullptr)) library_.abort(comm);
+}
+
+void NcclGroup::expect(NcclResult result, const char* what) {
+  if (result == NcclResult::kSuccess || result == NcclResult::kInProgress) return;
+  const std::string text = std::string(what) + ": " + library_.error_string(result);
+  if (result == NcclResult::kRemoteError) throw PeerError(text);
+  throw InternalError(text + "; NCCL_DEBUG=WARN tells more, and nccl=False does without NCCL");
+}
+
+// A communicator that does not block may still be at it.
+void NcclGroup::finish(NcclResult result, const char* what) {
+  expect(result, what);
+  if (!comm_) throw InternalError(std::string(what) + " gave no communicator");
+  NcclResult state = result;
+  wait_until_([&] {
+    expect(library_.get_async_error(comm_, &state), "ncclCommGetAsyncError");
+    return state != NcclResult::kInProgress;
+  });
+  expect(state, what);
+}
+
+void NcclGroup::check() {
+  NcclResult state = NcclResult::kSuccess;
+  expect(library_.get_async_error(comm_, &state), "ncclCommGetAsyncError");
+  expect(state, "NCCL");
+}
+
+void NcclGroup::together(const std::function<void()>& give) {
+  expect(library_.group_start(), "ncclGroupStart");
+  give();
+  finish(library_.group_end(), "ncclGroupEnd");
+}
+
+void NcclGroup::reducing(DType dtype, How how, const std::function<void(NcclOp)>& give) {
+  NcclOp op = *op_of(how.op);
+  if (how.factor == 1) return together([&] { give(op); });
+  Scalar scalar(how.op == ReduceOp::kAverage ? how.factor / size_ : how.factor, dtype);
+  finish(library_.create_scaled_sum(&op, scalar.bytes, *type_of(dtype), kOnHost, comm_),
+         "ncclRedOpCreatePreMulSum");
+  together([&] { give(op); });
+  finish(library_.destroy_op(op, comm_), "ncclRedOpDestroy");
+}
+
+bool NcclGroup::can_move(DType dtype) { return type_of(dtype).has_value(); }
+
+// Sums of bools and averages of integers are not NCCL's.
+bool NcclGroup::can_reduce(DType dtype, ReduceOp op) {
+  if (dtype == DType::kBool || !can_move(dtype) || !op_of(op)) return false;
+  return op != ReduceOp::kAverage || is_float(dtype);
+}
+
+void NcclGroup::allreduce(const std::vector<Piece>& pieces, DType dtype, How how) {
+  const auto give = [&](NcclOp op) {
+    for (const Piece& p : pieces)
+      expect(library_.all_reduce(p.in, p.out, static_cast<size_t>(p.count), *type_of(dtype), op,
+                                 comm_, stream_),
+             "ncclAllReduce");
+  };
+  reducing(dtype, how, give);
+}
+
+void NcclGroup::broadcast(const std::vector<Piece>& pieces, DType dtype, int root) {
+  const auto give = [&] {
+    for (const Piece& p : pieces)
+      expect(library_.broadcast(p.in, p.out, static_cast<size_t>(p.count), *type_of(dtype), root,
+                                comm_, stream_),
+             "ncclBroadcast");
+  };
+  together(give);
+}
+
+// What ranks give may differ in size, which NCCL's own allgather does not do.
+void NcclGroup::allgather(const char* in, char* out, const Counts& counts, DType dtype) {
+  const auto item = static_cast<int64_t>(dtype_nbytes(dtype));
+  const auto give = [&] {
+    if (all_alike(counts) && counts[0] > 0)
+      return expect(library_.all_gather(in, out, static_cast<size_t>(counts[0]), *type_of(dtype),
+                                        comm_, stream_),
+                    "ncclAllGather");
+    for (int rank = 0; rank < size_; ++rank) {
+      const int64_t count = counts[static_cast<size_t>(rank)];
+      if (count > 0)
+        expect(library_.broadcast(rank == me_ ? in : out, out, static_cast<size_t>(count),
+                                  *type_of(dtype), rank, comm_, stream_),
+               "ncclBroadcast");
+      out += count * item;
+    }
+  };
+  together(give);
+}
+
+void NcclGroup::reducescatter(const char* in, char* out, const Counts& counts, DType dtype,
+                              How how) {
+  const auto item = static_cast<int64_t>(dtype_nbytes(dtype));
+  const auto give = [&](NcclOp op) {
+    if (all_alike(counts) && counts[0] > 0)
+      return expect(library_.reduce_scatter(in, out, static_cast<size_t>(counts[0]),
+                                            *type_of(dtype), op, comm_, stream_),
+                    "ncclReduceScatter");
+    for (int rank = 0; rank < size_; ++rank) {
+      const int64_t count = counts[static_cast<size_t>(rank)];
+      if (count > 0)
+        expect(library_.reduce(in, out, static_cast<size_t>(count), *type_of(dtype), op, rank,
+                               comm_, stream_),
+               "ncclReduce");
+      in += count * item;
+    }
+  };
+  reducing(dtype, how, give);
+}
+
+void NcclGroup::alltoall(const char* in, char* out, const Counts& in_counts,
+                         const Counts& out_counts, DType dtype) {
+  const auto item = static_cast<int64_t>(dtype_nbytes(dtype));
+  const auto give = [&] {
+    for (int rank = 0; rank < size_; ++rank) {
+      const int64_t sent = in_counts[static_cast<size_t>(rank)];
+      const int64_t received = out_counts[static_cast<size_t>(rank)];
+      if (sent > 0)
+        expect(library_.send(in, static_cast<size_t>(sent), *type_of(dtype), rank, comm_, stream_),
+               "ncclSend");
+      if (received > 0)
+        expect(library_.recv(out, static_cast<size_t>(received), *type_of(dtype), rank, comm_,
+                             stream_),
+               "ncclRecv");
+      in += sent * item;
+      out += received * item;
+    }
+  };
+  together(give);
+}
+
+}  // namespace bagua

@@ -1,0 +1,66 @@
+// Ranks with a GPU each, among which NCCL moves tensors. Everything is given to a stream; the host
+// waits only while NCCL prepares, and never for the device.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "common/types.h"
+#include "device/nccl_library.h"
+
+namespace bagua {
+
+class NcclGroup {
+ public:
+  using Stream = NcclLibrary::Stream;
+  // Returns when what it is given holds; throws when waiting on has become pointless.
+  using WaitUntil = std::function<void(const std::function<bool()>&)>;
+  using Counts = std::vector<int64_t>;  // of elements, by rank
+  struct Piece {
+    const void* in;
+    void* out;
+    int64_t count;
+  };
+  // How values become one. Sums are multiplied by the factor.
+  struct How {
+    ReduceOp op;
+    double factor;
+  };
+
+  // Called by all of them with one id.
+  NcclGroup(const NcclLibrary& library, const NcclId& id, int size, int me, Stream stream,
+            WaitUntil wait_until);
+  // Ends what is still under way.
+  ~NcclGroup() { abort(); }
+  NcclGroup(const NcclGroup&) = delete;
+  void abort();
+
+  // Throws a PeerError if NCCL has noticed that a rank, or the way to it, is gone.
+  void check();
+
+  static bool can_move(DType dtype);
+  static bool can_reduce(DType dtype, ReduceOp op);
+  void allreduce(const std::vector<Piece>& pieces, DType dtype, How how);
+  void broadcast(const std::vector<Piece>& pieces, DType dtype, int root);
+  void allgather(const char* in, char* out, const Counts& counts, DType dtype);
+  void reducescatter(const char* in, char* out, const Counts& counts, DType dtype, How how);
+  void alltoall(const char* in, char* out, const Counts& in_counts, const Counts& out_counts,
+                DType dtype);
+
+ private:
+  void expect(NcclResult result, const char* what);
+  void finish(NcclResult result, const char* what);
+  // Together, all that `give` gives.
+  void together(const std::function<void()>& give);
+  // Calls give(operation) with the operation that reduces like this.
+  void reducing(DType dtype, How how, const std::function<void(NcclOp)>& give);
+
+  const NcclLibrary& library_;
+  const int size_, me_;
+  const Stream stream_;
+  const WaitUntil wait_until_;
+  NcclLibrary::Comm comm_ = nullptr;
+};
+
+}  // namespace bagua

@@ -1,0 +1,100 @@
+"""Finding NCCL where it is, and saying why not where it is not."""
+
+import subprocess
+import sys
+
+import pytest
+
+from bagua.common.config import nccl_shares_gpu
+from bagua.common.nccl import library_path
+
+FUNCTIONS = [
+    "GetErrorString",
+    "GetUniqueId",
+    "CommInitRankConfig",
+    "CommGetAsyncError",
+    "CommAbort",
+    "GroupStart",
+    "GroupEnd",
+    "AllReduce",
+    "Broadcast",
+    "AllGather",
+    "Reduce",
+    "ReduceScatter",
+    "Send",
+    "Recv",
+    "RedOpCreatePreMulSum",
+    "RedOpDestroy",
+]
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch):
+    """Where a wheel would have the library, and nothing yet."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nvidia"]:
+        monkeypatch.delitem(sys.modules, name)
+    folder = tmp_path / "nvidia" / "nccl" / "lib"
+    folder.mkdir(parents=True)
+    (tmp_path / "nvidia" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    return folder
+
+
+def found(library: str) -> str:
+    """What a fresh process says of NCCL: each looks for it once."""
+    program = (
+        "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI; "
+        f"from bagua.common.core import core; print(core.nccl_found({library!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def built(folder, version: int, functions=FUNCTIONS) -> str:
+    """A library with these functions that says it is that version."""
+    source = folder / "nccl.c"
+    source.write_text(
+        f"int ncclGetVersion(int* version) {{ *version = {version}; return 0; }}\n"
+        + "".join(f"int nccl{name}(void) {{ return 0; }}\n" for name in functions)
+    )
+    library = folder / "libnccl.so.2"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    return str(library)
+
+
+def test_the_wheel_is_found(wheel):
+    assert library_path() == ""
+    (wheel / "libnccl.so.2").touch()
+    assert library_path() == str(wheel / "libnccl.so.2")
+
+
+def test_a_version_is_told(tmp_path):
+    assert found(built(tmp_path, 22304)) == "2.23.4"
+
+
+@pytest.mark.parametrize(
+    ("version", "functions", "words"),
+    [
+        (21705, FUNCTIONS, "no NCCL: NCCL 2.18 or newer is needed, not 2.17.5"),
+        (22304, FUNCTIONS[:-1], "no NCCL: libnccl.so.2 has no ncclRedOpDestroy"),
+    ],
+)
+def test_what_will_not_do(tmp_path, version, functions, words):
+    assert found(built(tmp_path, version, functions)) == words
+
+
+def test_without_a_library_the_remedy_is_told(tmp_path):
+    text = found(str(tmp_path / "libnccl.so.2"))
+    assert text.startswith("no NCCL: ")
+    assert "pip install nvidia-nccl-cu12" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "shares"), [(None, False), ("", False), ("0", False), ("1", True)]
+)
+def test_nccl_s_own_variable(monkeypatch, text, shares):
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    if text is not None:
+        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", text)
+    assert nccl_shares_gpu() == shares

@@ -1,0 +1,259 @@
+// Tensors on devices, by functions that stand for NCCL's.
+#include "engine/nccl_exchange.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <vector>
+
+#include "engine/fake_nccl.h"
+#include "engine/loopback_world.h"
+
+namespace bagua {
+namespace {
+
+constexpr int kWorkUs = 500;
+
+// A rank with a device, and the stream of its program.
+struct Gpu {
+  explicit Gpu(bool has_nccl = true) {
+    if (has_nccl) device.use_nccl(&FakeNccl::library());
+  }
+  // Values that the device will have computed.
+  void compute(std::vector<float>& values, float value) {
+    std::fill(values.begin(), values.end(), -1e30f);
+    device.run(stream, [&values, value] { std::fill(values.begin(), values.end(), value); });
+  }
+  RequestPtr ask(RequestPtr request) {
+    request->device = &device;
+    request->description.on_device = true;
+    for (Part& part : request->parts) part.on_device = true;
+    request->starts = {device.mark(stream)};
+    return request;
+  }
+  std::vector<float> read(Engine& engine, const HandlePtr& handle, std::vector<float>& values) {
+    finish(engine, handle);
+    handle->make_follow(stream);
+    std::vector<float> seen;
+    device.run(stream, [&] { seen = values; });
+    device.drain(stream);
+    return seen;
+  }
+  PretendDevice device{kWorkUs};
+  const Device::Stream stream = device.add_stream();
+};
+
+std::vector<float> all(size_t count, float value) { return std::vector<float>(count, value); }
+
+TEST(NcclExchange, ReducesWhatADeviceHasYetToCompute) {
+  for (const int n : {2, 3}) {
+    const int before = FakeNccl::calls();
+    std::vector<Gpu> gpus(static_cast<size_t>(n));
+    LoopbackWorld world(n);
+    world.run([&](int rank) {
+      Gpu& gpu = gpus[static_cast<size_t>(rank)];
+      std::vector<float> values(100'000);
+      for (int step = 0; step < 4; ++step) {
+        gpu.compute(values, static_cast<float>(rank + step));
+        RequestPtr request = gpu.ask(allreduce_of("x", values));
+        request->description.prescale = step == 2 ? 0.5 : 1;
+        request->name += std::to_string(step == 2);
+        const float sum = static_cast<float>(n * (n - 1)) / 2 + static_cast<float>(n * step);
+        EXPECT_EQ(gpu.read(world[rank], world[rank].submit(request, Urgency::kNow), values),
+                  all(values.size(), step == 2 ? sum / 2 : sum));
+      }
+      gpu.compute(values, static_cast<float>(rank));
+      RequestPtr mean = gpu.ask(allreduce_of("mean", values, ReduceOp::kAverage));
+      mean->description.postscale = 4;
+      EXPECT_EQ(gpu.read(world[rank], world[rank].submit(mean, Urgency::kNow), values),
+                all(values.size(), 2 * static_cast<float>(n - 1)));
+      gpu.compute(values, static_cast<float>(rank));
+      RequestPtr most = gpu.ask(allreduce_of("max", values, ReduceOp::kMax));
+      EXPECT_EQ(gpu.read(world[rank], world[rank].submit(most, Urgency::kNow), values),
+                all(values.size(), static_cast<float>(n - 1)));
+      RequestPtr broadcast = request_of(OpKind::kBroadcast, "b");
+      broadcast->description.root = n - 1;
+      add_vector(*broadcast, values);
+      gpu.compute(values, static_cast<float>(rank));
+      const auto handle = world[rank].submit(gpu.ask(broadcast), Urgency::kNow);
+      EXPECT_EQ(gpu.read(world[rank], handle, values),
+                all(values.size(), static_cast<float>(n - 1)));
+    });
+    EXPECT_EQ(FakeNccl::calls() - before, 7 * n) << "all of them went that way";
+  }
+}
+
+TEST(NcclExchange, TheEngineDoesNotWaitForTheDevice) {
+  std::vector<Gpu> gpus(2);
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    Gpu& gpu = gpus[static_cast<size_t>(rank)];
+    std::vector<float> values(1000);
+    gpu.compute(values, 1);
+    gpu.read(world[rank], world[rank].submit(gpu.ask(allreduce_of("x", values)), Urgency::kNow),
+             values);
+    std::atomic<bool> go{false};
+    gpu.device.run(gpu.stream, [&] {
+      while (!go) std::this_thread::yield();
+    });
+    const auto handle = world[rank].submit(gpu.ask(allreduce_of("x", values)), Urgency::kWaited);
+    finish(world[rank], handle);  // though the stream has not come so far
+    go = true;
+    EXPECT_EQ(gpu.read(world[rank], handle, values), all(values.size(), 4));
+  });
+}
+
+TEST(NcclExchange, TensorsThatShareMemory) {
+  std::vector<Gpu> gpus(2);
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    Gpu& gpu = gpus[static_cast<size_t>(rank)];
+    std::vector<float> values(5000);
+    gpu.compute(values, 1);
+    RequestPtr request = allreduce_of("x", values);
+    add_vector(*request, values);
+    EXPECT_EQ(gpu.read(world[rank], world[rank].submit(gpu.ask(request), Urgency::kNow), values),
+              all(values.size(), 2));
+  });
+}
+
+// What ranks give differs in size, or does not.
+TEST(NcclExchange, GathersAndScatters) {
+  const int n = 3;
+  for (const bool alike : {true, false}) {
+    const int before = FakeNccl::calls();
+    std::vector<Gpu> gpus(n);
+    LoopbackWorld world(n);
+    world.run([&](int rank) {
+      Gpu& gpu = gpus[static_cast<size_t>(rank)];
+      const auto mine = static_cast<float>(rank);
+      const auto ask = [&](const RequestPtr& request) {
+        return world[rank].submit(gpu.ask(request), Urgency::kNow);
+      };
+      // Of the result, what the device will have put there.
+      const auto seen = [&](const HandlePtr& handle) {
+        finish(world[rank], handle);
+        const Output& output = handle->outputs.at(0);
+        EXPECT_TRUE(output.on_device);
+        int64_t rows = 0;
+        for (const int64_t k : output.rows) rows += k;
+        handle->make_follow(gpu.stream);
+        std::vector<float> values(static_cast<size_t>(rows) * 10);
+        gpu.device.run(gpu.stream, [&] {
+          std::memcpy(values.data(), output.data.get(), values.size() * sizeof(float));
+        });
+        gpu.device.drain(gpu.stream);
+        return values;
+      };
+
+      const int64_t my_rows = alike ? 2 : rank;
+      std::vector<float> given(static_cast<size_t>(my_rows) * 10), all_given;
+      gpu.compute(given, mine);
+      for (int r = 0; r < n; ++r)
+        all_given.insert(all_given.end(), alike ? 20 : static_cast<size_t>(r) * 10,
+                         static_cast<float>(r));
+      RequestPtr allgather = request_of(OpKind::kAllgather, "gather");
+      allgather->description.add_tensor(DType::kF32, {kAnyExtent, 10});
+      allgather->parts.push_back({reinterpret_cast<const char*>(given.data()), nullptr});
+      allgather->rows.push_back(my_rows);
+      EXPECT_EQ(seen(ask(allgather)), all_given);
+
+      // Rank r sends r + 1 rows to everyone, or one.
+      std::vector<float> sent(static_cast<size_t>(n * (alike ? 1 : rank + 1)) * 10), all_sent;
+      gpu.compute(sent, mine);
+      for (int r = 0; r < n; ++r)
+        all_sent.insert(all_sent.end(), alike ? 10 : static_cast<size_t>(r + 1) * 10,
+                        static_cast<float>(r));
+      RequestPtr alltoall = request_of(OpKind::kAlltoall, "alltoall");
+      alltoall->description.add_tensor(DType::kF32, {kAnyExtent, 10});
+      alltoall->parts.push_back({reinterpret_cast<const char*>(sent.data()), nullptr});
+      alltoall->rows.push_back(n * (alike ? 1 : rank + 1));
+      alltoall->splits.assign(n, alike ? 1 : rank + 1);
+      EXPECT_EQ(seen(ask(alltoall)), all_sent);
+
+      const size_t rows = alike ? 6 : 7;
+      const size_t share = alike || rank > 0 ? 2 : 3;
+      std::vector<float> reduced(rows * 10), slice(share * 10, -1);
+      gpu.compute(reduced, mine);
+      RequestPtr reducescatter = request_of(OpKind::kReducescatter, "scatter");
+      reducescatter->description.prescale = 2;
+      reducescatter->description.add_tensor(DType::kF32, {static_cast<int64_t>(rows), 10});
+      reducescatter->parts.push_back(
+          {reinterpret_cast<const char*>(reduced.data()), reinterpret_cast<char*>(slice.data())});
+      EXPECT_EQ(gpu.read(world[rank], ask(reducescatter), slice),
+                all(slice.size(), 2 * (0 + 1 + 2)));
+    });
+    EXPECT_GE(FakeNccl::calls() - before, 3 * n);
+  }
+}
+
+// Where one of them cannot, none does.
+TEST(NcclExchange, GoesByTheHostWhereItMust) {
+  for (const bool one_device : {true, false}) {
+    const int before = FakeNccl::calls();
+    std::vector<std::unique_ptr<Gpu>> gpus;
+    LoopbackWorld world(2);
+    gpus.push_back(std::make_unique<Gpu>());
+    if (!one_device) gpus.push_back(std::make_unique<Gpu>(/*has_nccl=*/false));
+    world.run([&](int rank) {
+      Gpu& gpu = *gpus[one_device ? 0 : static_cast<size_t>(rank)];
+      std::vector<float> values(5000, 1);
+      const auto handle = world[rank].submit(gpu.ask(allreduce_of("x", values)), Urgency::kNow);
+      EXPECT_EQ(gpu.read(world[rank], handle, values), all(values.size(), 2));
+    });
+    EXPECT_EQ(FakeNccl::calls(), before);
+  }
+}
+
+TEST(NcclExchange, RanksThatAreInDifferentPlacesAreTold) {
+  Gpu gpu;
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    std::vector<float> values(10);
+    RequestPtr request = allreduce_of("x", values);
+    const std::string text =
+        error_of<UsageError>([&] { call(world[rank], rank == 0 ? gpu.ask(request) : request); });
+    EXPECT_CONTAINS(text, "place");
+    EXPECT_CONTAINS(text, "a GPU");
+  });
+}
+
+TEST(NcclExchange, ARankThatHasJoinedGivesZeros) {
+  for (const bool has_nccl : {true, false}) {
+    std::vector<std::unique_ptr<Gpu>> gpus;
+    for (int i = 0; i < 3; ++i) gpus.push_back(std::make_unique<Gpu>(has_nccl));
+    LoopbackWorld world(3);
+    world.run([&](int rank) {
+      Gpu& gpu = *gpus[static_cast<size_t>(rank)];
+      std::vector<float> values(1000);
+      for (int step = 0; step <= rank; ++step) {
+        gpu.compute(values, 1);
+        const auto handle = world[rank].submit(gpu.ask(allreduce_of("x", values)), Urgency::kNow);
+        EXPECT_EQ(gpu.read(world[rank], handle, values),
+                  all(values.size(), static_cast<float>(3 - step)));
+      }
+      EXPECT_EQ(join(world[rank]), 2);
+    });
+  }
+}
+
+TEST(NcclExchange, ADeadPeerEndsWhatIsUnderWay) {
+  std::vector<Gpu> gpus(3);
+  LoopbackWorld world(3);
+  world.run([&](int rank) {
+    Gpu& gpu = gpus[static_cast<size_t>(rank)];
+    std::vector<float> values(1000), other(1000);
+    gpu.compute(values, 1);
+    gpu.read(world[rank], world[rank].submit(gpu.ask(allreduce_of("x", values)), Urgency::kNow),
+             values);
+    if (rank == 1) return world.die(rank);
+    EXPECT_CONTAINS(error_of<PeerError>([&] {
+                      for (;;) call(world[rank], gpu.ask(allreduce_of("y", other)));
+                    }),
+                    "rank 1");
+    gpu.device.drain(gpu.stream);  // nothing on the device waits for ever
+  });
+}
+
+}  // namespace
+}  // namespace bagua
