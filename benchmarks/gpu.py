@@ -60,10 +60,10 @@ def kernels() -> dict[str, Any]:
         coding = core.Coding(name)
         wire = torch.zeros(coding.wire_nbytes(COUNT), dtype=torch.uint8, device="cuda")
         part = COUNT // WIRES  # of which every rank has sent its wire
-        said = [
-            torch.zeros(coding.wire_nbytes(part), dtype=torch.uint8, device="cuda")
-            for _ in range(WIRES)
-        ]
+        nbytes_of_part = coding.wire_nbytes(part)
+        stride = -(-nbytes_of_part // 4) * 4  # a wire begins at a multiple of 4 bytes
+        rows = torch.zeros(WIRES, stride, dtype=torch.uint8, device="cuda")
+        said = [row[:nbytes_of_part] for row in rows]
         for one in said:
             coding.encode(values[:part], one)
         runs = {
@@ -71,7 +71,7 @@ def kernels() -> dict[str, Any]:
             "decode": (partial(coding.decode, wire, other), nbytes + len(wire)),
             "average": (
                 partial(coding.average, said, wire, other[:part]),
-                (WIRES + 1) * len(said[0]) + 4 * part,
+                (WIRES + 1) * nbytes_of_part + 4 * part,
             ),
         }
         for what, (run, touched) in runs.items():

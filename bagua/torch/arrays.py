@@ -23,13 +23,19 @@ def device_of(tensor: torch.Tensor) -> int:
     return _host if tensor.is_cpu else tensor.get_device()
 
 
-def arena_of(like: torch.Tensor, dtype: torch.dtype, **about: Any) -> tuple[Any, torch.Tensor]:
-    """A bucket of the engine on the tensor's device, and what is in its arena, in a row."""
+def arena_of(
+    like: torch.Tensor, dtype: torch.dtype, **about: Any
+) -> tuple[Any, torch.Tensor, list[torch.Tensor]]:
+    """A bucket of the engine on the tensor's device, what is in its arena, in a row, and what the
+    engine keeps of each value until the next time.
+    """
     on_device: list[torch.Tensor] = []
 
     def allocate(nbytes: int) -> tuple[int, torch.Tensor]:
-        on_device.append(torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=like.device))
-        return on_device[0].data_ptr(), on_device[0]
+        kind = torch.float32 if on_device else dtype  # the arena is the first
+        memory = torch.zeros(nbytes // kind.itemsize, dtype=kind, device=like.device)
+        on_device.append(memory)
+        return memory.data_ptr(), memory
 
     bucket = core.Bucket(
         engine=world().engine,
@@ -38,7 +44,9 @@ def arena_of(like: torch.Tensor, dtype: torch.dtype, **about: Any) -> tuple[Any,
         allocate=allocate,
         **about,
     )
-    return bucket, on_device[0] if on_device else tensor_over(bucket, dtype)
+    if on_device:
+        return bucket, on_device[0], on_device[1:]
+    return bucket, tensor_over(bucket, dtype), [tensor_over(m, torch.float32) for m in bucket.kept]
 
 
 def tensor_over(memory: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -17,7 +17,7 @@ from bagua.common.core import core
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.process_set import ProcessSet
-from bagua.torch.arrays import arena_of, tensor_over
+from bagua.torch.arrays import arena_of
 
 
 class _Claims:
@@ -119,7 +119,7 @@ class Bucket:
         # How many of a slot's residuals are of this rank alone.
         self.own_residuals = 0 if exchange.hierarchical else 1
         self.casts = slots[0].param.dtype != dtype  # gradients are compressed by a cast
-        self.arena, self._flat = arena_of(
+        self.arena, self._flat, self._kept = arena_of(
             slots[0].param,
             dtype,
             name=name,
@@ -154,11 +154,10 @@ class Bucket:
         """What a kind of bucket has beside its arena."""
 
     def _lay_out(self) -> None:
-        lost = [tensor_over(memory, torch.float32) for memory in self.arena.kept]
         for index, (slot, begin) in enumerate(zip(self.slots, self.arena.begins)):
             place = slice(begin, begin + slot.param.numel())
             slot.enter(self, index, view_like(self._flat[place], slot.param))
-            slot.residuals = [residual[place] for residual in lost]
+            slot.residuals = [residual[place] for residual in self._kept]
 
     def launch(self, urgency: Urgency = Urgency.NOW) -> None:
         """Starts the exchange; the arena must not be touched until `deliver`."""

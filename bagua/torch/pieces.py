@@ -12,7 +12,7 @@ from bagua.common.core import core
 from bagua.common.errors import UsageError
 from bagua.common.kinds import Urgency
 from bagua.common.process_set import ProcessSet
-from bagua.torch.arrays import arena_of, tensor_over
+from bagua.torch.arrays import arena_of
 from bagua.torch.buckets import view_like
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -38,7 +38,8 @@ class Piece:
         dtype = wide(self.params[0])
         self._counts_ranks = exchange.what == "weight" and not exchange.mirrors
         peers = "" if exchange.peers == "all" else f"{exchange.peers}:{rounds}"
-        self._arena, self.flat = arena_of(
+        # What is kept of each value stays until the next time.
+        self._arena, self.flat, self.kept = arena_of(
             self.params[0],
             dtype,
             name=name,
@@ -56,8 +57,6 @@ class Piece:
         )
         self._begins = list(self._arena.begins)
         self.views = self.views_of(self.flat)
-        # What the engine keeps of each value until the next time.
-        self.kept = [tensor_over(memory, torch.float32) for memory in self._arena.kept]
         self._handle: Any | None = None
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -1,8 +1,5 @@
 #include "codec/gpu.h"
 
-#include <cuda_runtime_api.h>
-
-#include <algorithm>
 #include <string>
 
 #include "codec/gpu_kernels.h"
@@ -14,7 +11,7 @@ namespace {
 const Kernels& kernels_of(const Coding& coding) {
   const Kernels* found =
       coding.codec->sparse ? topk_kernels(coding.values->name) : value_kernels(coding.codec->name);
-  if (!found) throw InternalError(std::string(coding.codec->name) + " has no kernels");
+  if (!found) throw InternalError(std::string("no kernels for ") + coding.codec->name);
   return *found;
 }
 
@@ -23,43 +20,41 @@ void check_place(const char* wire) {
     throw UsageError("on a GPU a wire begins at a multiple of 4 bytes");
 }
 
-template <class F>
-void launch(Device& device, const char* wire, F&& kernel) {
-  check_place(wire);
-  device.as_current([&] {
-    kernel();
-    const cudaError_t status = cudaGetLastError();
-    if (status != cudaSuccess)
-      throw InternalError(std::string("a codec's kernel: ") + cudaGetErrorString(status));
-  });
-}
-
 }  // namespace
 
 void gpu_encode(const Coding& coding, const float* in, float* residual, int64_t count, char* wire,
                 Device& device, Device::Stream stream) {
   if (count == 0) return;
-  launch(device, wire,
-         [&] { kernels_of(coding).encode(coding, in, residual, count, wire, stream); });
+  check_place(wire);
+  const auto on_host = [=] { coding.encode_rest(in, residual, count, wire); };
+  if (device.works_on_host(stream, on_host)) return;
+  device.as_current([&] { kernels_of(coding).encode(coding, in, residual, count, wire, stream); });
 }
 
 void gpu_decode(const Coding& coding, const char* wire, int64_t count, float* out, Device& device,
                 Device::Stream stream) {
   if (count == 0) return;
-  launch(device, wire, [&] { kernels_of(coding).decode(coding, wire, count, out, stream); });
+  check_place(wire);
+  const auto on_host = [=] { coding.decode(wire, count, out); };
+  if (device.works_on_host(stream, on_host)) return;
+  device.as_current([&] { kernels_of(coding).decode(coding, wire, count, out, stream); });
 }
 
-void gpu_add_up(const Coding& coding, const char* const* wires, int nwires, Finish finish,
-                float* residual, int64_t count, char* wire, float* out, Device& device,
-                Device::Stream stream) {
+void gpu_add_up(const Coding& coding, const Wires& wires, Finish finish, float* residual,
+                int64_t count, char* wire, float* out, Device& device, Device::Stream stream) {
   if (count == 0) return;
-  if (nwires > kMostWires)
-    throw InternalError("at most " + std::to_string(kMostWires) + " wires are added up at once");
-  Wires all = {{}, nwires};
-  std::copy_n(wires, nwires, all.of);
-  for (int i = 0; i < nwires; ++i) check_place(wires[i]);
-  launch(device, wire, [&] {
-    kernels_of(coding).add_up(coding, all, finish, residual, count, wire, out, stream);
+  check_place(wire);
+  for (int i = 0; i < wires.count; ++i) check_place(wires.first + i * wires.stride);
+  const auto on_host = [=] {
+    std::vector<const char*> said;
+    for (int i = 0; i < wires.count; ++i) said.push_back(wires.first + i * wires.stride);
+    coding.add_up(said, finish, count, out);
+    coding.encode_rest(out, residual, count, wire);
+    coding.decode(wire, count, out);
+  };
+  if (device.works_on_host(stream, on_host)) return;
+  device.as_current([&] {
+    kernels_of(coding).add_up(coding, wires, finish, residual, count, wire, out, stream);
   });
 }
 

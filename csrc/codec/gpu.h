@@ -1,5 +1,5 @@
 // Codecs on a GPU: the same bytes, in memory of the device. Everything is given to a stream;
-// nothing waits. Wires lie as those of arenas do, on multiples of 4 bytes.
+// nothing waits. Wires begin at multiples of 4 bytes.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,12 @@
 
 namespace bagua {
 
-constexpr int kMostWires = 64;
+// Several of them, at equal distances.
+struct Wires {
+  const char* first;
+  int64_t stride;
+  int count;
+};
 
 // Encodes values, plus what is in `residual` if it is not null; that becomes what encoding loses.
 void gpu_encode(const Coding& coding, const float* in, float* residual, int64_t count, char* wire,
@@ -19,8 +24,7 @@ void gpu_decode(const Coding& coding, const char* wire, int64_t count, float* ou
                 Device::Stream stream);
 // Adds up what several wires say, in order, and finishes the sum. It is encoded, with its own
 // residual, and `out` becomes what that says.
-void gpu_add_up(const Coding& coding, const char* const* wires, int nwires, Finish finish,
-                float* residual, int64_t count, char* wire, float* out, Device& device,
-                Device::Stream stream);
+void gpu_add_up(const Coding& coding, const Wires& wires, Finish finish, float* residual,
+                int64_t count, char* wire, float* out, Device& device, Device::Stream stream);
 
 }  // namespace bagua

@@ -13,12 +13,7 @@
 
 namespace bagua {
 
-struct Wires {
-  const char* of[kMostWires];
-  int count;
-};
-
-// How a codec is launched, by the name of the codec; topk by that of the one for its values.
+// How a codec is launched; topk by the name of the codec for its values. Null: there are none.
 struct Kernels {
   const char* name;
   void (*encode)(const Coding&, const float*, float*, int64_t, char*, Device::Stream);
@@ -39,6 +34,10 @@ struct GpuWarp {
   __device__ uint32_t vote(bool b) const { return __ballot_sync(kAll, b); }
   __device__ void sync() const { __syncwarp(); }
 };
+
+__device__ inline const uint8_t* wire_of(const Wires& wires, int i) {
+  return reinterpret_cast<const uint8_t*>(wires.first) + i * wires.stride;
+}
 
 // What becomes of a sum.
 struct Finishing {

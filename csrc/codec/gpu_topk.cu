@@ -83,8 +83,7 @@ struct Chunks {
       float* lost = residual ? residual + c.begin : nullptr;
       fill(warp, desk, c.n, [](int) { return 0.0f; });
       for (int k = 0; k < wires.count; ++k)
-        add_chunk<V, true>(warp, desk, c.n, c.kept, c.coded_nbytes,
-                           reinterpret_cast<const uint8_t*>(wires.of[k]) + c.at);
+        add_chunk<V, true>(warp, desk, c.n, c.kept, c.coded_nbytes, wire_of(wires, k) + c.at);
       fill(warp, desk, c.n, [&](int i) {
         const float sum = finish(desk.chunk[i]);
         return lost ? sum + lost[i] : sum;

@@ -66,7 +66,7 @@ struct Blocks {
       Values<C> sum = {};
 #pragma unroll 4  // of several the codes are loaded before the first is used
       for (int i = 0; i < wires.count; ++i)
-        decode_block<C, true>(warp, reinterpret_cast<const uint8_t*>(wires.of[i]) + at, n, sum);
+        decode_block<C, true>(warp, wire_of(wires, i) + at, n, sum);
       for (float& x : sum.of) x = finish(x);
       if (residual) add_lost(warp, residual + begin, n, sum);
       encode_block<C>(warp, sum, n, wire + at, out + begin, residual ? residual + begin : nullptr);
@@ -112,7 +112,7 @@ struct Singles {
     for_each(count, [&](int64_t i) {
       float sum = 0.0f;
       for (int k = 0; k < wires.count; ++k)
-        sum += S::value(reinterpret_cast<const Wire*>(wires.of[k])[i]);
+        sum += S::value(reinterpret_cast<const Wire*>(wire_of(wires, k))[i]);
       to[i] = code(finish(sum), residual, i);
       out[i] = S::value(to[i]);
     });

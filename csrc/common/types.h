@@ -123,11 +123,11 @@ constexpr Slice slice_of(int64_t total, int parts, int index) {
   return {base * index + extra, base + (index < rest ? 1 : 0)};
 }
 
-// Elements [begin, begin + count) of a stretch that is not in one place: where they are and where
-// their results go, which may be the same.
 // Memory that an exchange keeps for the next one: up to three floats for each value.
 using Kept = std::array<float*, 3>;
 
+// Elements [begin, begin + count) of a stretch that is not in one place: where they are and where
+// their results go, which may be the same.
 struct Fragment {
   int64_t begin;
   int64_t count;

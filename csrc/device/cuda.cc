@@ -132,6 +132,7 @@ class CudaDevice : public Device {
   void as_current(const std::function<void()>& work) override {
     const Current current(number_);
     work();
+    check(cudaGetLastError(), "a kernel");
   }
 
   std::shared_ptr<char> pin(std::shared_ptr<char> memory, size_t nbytes) override {

@@ -43,6 +43,8 @@ class Device {
   virtual Stream add_stream() = 0;
   // Kernels that are started meanwhile run on this device.
   virtual void as_current(const std::function<void()>& work) = 0;
+  // A device that is this host does a kernel's work itself, on the stream; others return false.
+  virtual bool works_on_host(Stream, const std::function<void()>&) { return false; }
   // The same memory, which the device can reach by itself until this is let go; null if it cannot.
   virtual std::shared_ptr<char> pin(std::shared_ptr<char> memory, size_t nbytes) = 0;
 };

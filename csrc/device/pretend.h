@@ -40,6 +40,10 @@ class PretendDevice : public Device {
   // From now on it is broken: whoever asks it something hears so.
   void fail() { failed_ = true; }
   void as_current(const std::function<void()>& work) override { work(); }
+  bool works_on_host(Stream stream, const std::function<void()>& work) override {
+    run(stream, work);
+    return true;
+  }
   // Gives a stream any work.
   void run(Stream stream, std::function<void()> work);
 

@@ -78,7 +78,14 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
   }
   if (kept > static_cast<int>(Kept().size()))
     throw InternalError("a bucket keeps 3 floats a value");
-  for (int i = 0; i < kept; ++i) kept_.push_back(zeros(count_));
+  for (int i = 0; i < kept; ++i) {
+    if (!device) {
+      kept_.push_back(zeros(count_));
+      continue;
+    }
+    const auto memory = allocate(static_cast<size_t>(count_) * sizeof(float));
+    kept_.emplace_back(memory, reinterpret_cast<float*>(memory.get()));
+  }
   if (shared > 0 || alone.empty()) add_part(0, shared);
   for (const int slot : alone) {
     if (anywhere) part_of_[static_cast<size_t>(slot)] = static_cast<int>(parts_.size());

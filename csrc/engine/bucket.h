@@ -18,9 +18,9 @@ class Bucket {
   // The memory of a device, of so many bytes, zeros.
   using Allocate = std::function<std::shared_ptr<char>(size_t)>;
 
-  // `exchange` describes what the launch asks for, without tensors. What it needs for
-  // the next time, see Job::kept, is so many floats per value, in the host's memory. The arena is
-  // there, too, unless there is a device.
+  // `exchange` describes what the launch asks for, without tensors. What it needs for the next
+  // time, see Job::kept, is so many floats per value. That and the arena are in the host's memory,
+  // unless there is a device.
   Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
          const std::vector<int64_t>& slot_counts, Description exchange, int32_t set,
          int32_t priority, int kept = 0, Device* device = nullptr, const Allocate& allocate = {});

@@ -53,10 +53,12 @@ void Engine::exchange(int32_t id, const Set& set, const std::vector<RequestPtr>&
     if (staging) staging->end();
     if (nccl) nccl->end(requests);
   };
-  bench.values_final = [&] {
-    end();
-    announce(requests);
-  };
+  // What is kept may change until the end.
+  if (!staging || !requests[0]->kept[0])
+    bench.values_final = [&] {
+      end();
+      announce(requests);
+    };
   if (staging) staging->begin(requests, group, d.kind != OpKind::kBroadcast || d.root == rank_);
   run_exchange(requests, group, set.ranks, bench);
   end();

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <utility>
 
+#include "engine/nccl_coded.h"
+
 namespace bagua {
 namespace {
 
@@ -57,12 +59,13 @@ NcclExchange::~NcclExchange() {
 }
 
 bool NcclExchange::fits(const Description& d) {
-  if (!d.on_device || !d.codec.empty() || !d.peers.empty()) return false;
+  if (!d.on_device || !d.peers.empty()) return false;
   const bool reduces = d.kind == OpKind::kAllreduce || d.kind == OpKind::kReducescatter;
   const bool scales = reduces && (d.prescale != 1 || d.postscale != 1);
   bool all = true;
   for_each_tensor(d, [&](DType dtype, const int64_t*, size_t) {
     all = all && (reduces ? NcclGroup::can_reduce(dtype, d.op) : NcclGroup::can_move(dtype));
+    all = all && (d.codec.empty() || (is_linear(d.op) && can_code_on_device(d.codec, dtype)));
     all = all && (!scales || (is_float(dtype) && is_linear(d.op)));
   });
   return all;
@@ -102,20 +105,39 @@ bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, G
   group_ = &group;
   nccl_ = group_of(set, tell_all);
   if (!nccl_) return false;
-  if (!under_way()) copies_.clear();
+  const Description& d = requests[0]->description;
+  if (!d.codec.empty() && d.exact_in_nodes && group.on_shared_nodes() && !group.node())
+    return false;  // exact inside the nodes only
+  if (!under_way()) borrowed_.clear();
   for (const RequestPtr& request : requests)
     for (const Device::Mark& start : request->starts) device_->follow(stream_, start);
   return true;
 }
 
 const char* NcclExchange::copy_of(const char* from, size_t nbytes) {
-  copies_.push_back(allocate(nbytes));
-  device_->copy(copies_.back().get(), from, nbytes, stream_);
-  return copies_.back().get();
+  borrowed_.push_back(allocate(nbytes));
+  device_->copy(borrowed_.back().get(), from, nbytes, stream_);
+  return borrowed_.back().get();
+}
+
+char* NcclExchange::memory(Scratch::Lane lane, size_t nbytes) {
+  Memory& memory = memories_[lane];
+  if (memory.nbytes < nbytes) {
+    borrowed_.push_back(std::move(memory.data));  // it may still be in use
+    const size_t more = std::max(nbytes, 2 * memory.nbytes);
+    memory = {allocate(more), more};
+  }
+  return memory.data.get();
 }
 
 void NcclExchange::run(OpKind kind, const Job& job) {
   const NcclGroup::How how = {job.op, job.finish.factor};
+  const int size = group_->size();
+  const bool exact = job.exact_in_nodes && group_->node();
+  if (job.coding && size > 1 && !exact)
+    return allreduce_coded({*nccl_, *device_, stream_, size, group_->me(),
+                            [this](Scratch::Lane lane, size_t n) { return memory(lane, n); }},
+                           job);
   switch (kind) {
     case OpKind::kAllreduce:
       return nccl_->allreduce(pieces_of(job), job.dtype, how);

@@ -28,8 +28,8 @@ class NcclExchange {
 
   // Whether NCCL would do it, whoever asks: a matter of the description alone.
   static bool fits(const Description& description);
-  // Whether the ranks of this set can use NCCL together, which they find out the first time. If so
-  // what is run from now on is of these requests.
+  // Whether the ranks of this set can use NCCL together, which they find out the first time, and
+  // for this. If so what is run from now on is of these requests.
   bool begin(int32_t set, const std::vector<RequestPtr>& requests, Group& group,
              const TellAll& tell_all);
   void run(OpKind kind, const Job& job);
@@ -52,6 +52,7 @@ class NcclExchange {
 
  private:
   NcclGroup* group_of(int32_t set, const TellAll& tell_all);
+  char* memory(Scratch::Lane lane, size_t nbytes);
 
   const NcclLibrary* const library_;
   Device* const device_;
@@ -60,7 +61,12 @@ class NcclExchange {
   const Device::Stream stream_;
   std::map<int32_t, std::unique_ptr<NcclGroup>> groups_;  // by set; null where it cannot be
   Device::Mark last_;
-  std::vector<std::shared_ptr<char>> copies_;
+  std::vector<std::shared_ptr<char>> borrowed_;  // until the device has come this far
+  struct Memory {
+    std::shared_ptr<char> data;
+    size_t nbytes = 0;
+  };
+  Memory memories_[Scratch::kLaneCount];  // by use
 
   // Of the exchange at hand.
   Group* group_ = nullptr;

@@ -47,37 +47,55 @@ void Staging::begin(const std::vector<RequestPtr>& requests, Group& group, bool 
   const OpKind kind = requests[0]->description.kind;
   const bool in_place = kind == OpKind::kAllreduce || kind == OpKind::kBroadcast;
   struct Need {
-    Part* part;
+    const char* from;
+    char* to;  // of the result, on the device; or null
     size_t in_nbytes, out_nbytes;
+    std::function<void(char* in, char* out)> place;
   };
   std::vector<Need> needs;
-  size_t total = 0;
+  // What is kept from time to time comes first: who is told of values may read it, too.
+  for (const RequestPtr& request : requests_) {
+    int64_t count = 0;
+    for (const TensorInfo& tensor : tensors_of(request->description)) count += tensor.count();
+    const size_t nbytes = static_cast<size_t>(count) * sizeof(float);
+    for (float*& kept : request->kept) {
+      auto* memory = reinterpret_cast<char*>(kept);
+      const auto place = [&kept](char* in, char*) { kept = reinterpret_cast<float*>(in); };
+      if (memory) needs.push_back({memory, memory, nbytes, nbytes, place});
+    }
+  }
+  tensors_ = 0;
   for (const RequestPtr& request : requests_) {
     const std::vector<TensorInfo> tensors = tensors_of(request->description);
     for (size_t i = 0; i < request->parts.size(); ++i) {
-      if (!request->parts[i].on_device) continue;
+      Part& part = request->parts[i];
+      if (!part.on_device) continue;
       const TensorInfo& tensor = tensors[i];
       const int64_t rows = request->rows.empty() || tensor.shape.empty() ? -1 : request->rows[i];
       const int64_t count = rows < 0 ? tensor.count() : rows * tensor.row_count();
-      int64_t out_count = request->parts[i].out ? count : 0;
+      int64_t out_count = part.out ? count : 0;
       if (kind == OpKind::kReducescatter)
         out_count = slice_of(tensor.shape[0], group.size(), group.me()).count * tensor.row_count();
       const auto item = static_cast<int64_t>(dtype_nbytes(tensor.dtype));
-      needs.push_back({&request->parts[i], static_cast<size_t>(count * item),
-                       static_cast<size_t>(out_count * item)});
-      total += whole_lines(needs.back().in_nbytes) * (in_place ? 1 : 2);
+      const auto place = [&part](char* in, char* out) {
+        part = {in, part.out ? out : nullptr, false};
+      };
+      needs.push_back({part.in, part.out, static_cast<size_t>(count * item),
+                       static_cast<size_t>(out_count * item), place});
+      ++tensors_;
     }
   }
+  size_t total = 0;
+  for (const Need& need : needs) total += whole_lines(need.in_nbytes) * (in_place ? 1 : 2);
   char* room = room_for(total);
   for (const RequestPtr& request : requests_)
     for (const Device::Mark& start : request->starts) device_.follow(brings ? in_ : out_, start);
   for (const Need& need : needs) {
-    Part& part = *need.part;
     char* in = room;
     char* out = in_place ? in : in + whole_lines(need.in_nbytes);
-    if (brings) bring(in, part.in, need.in_nbytes);
-    if (need.out_nbytes > 0) results_.push_back({out, part.out, need.out_nbytes});
-    part = {in, part.out ? out : nullptr, false};
+    if (brings) bring(in, need.from, need.in_nbytes);
+    if (need.out_nbytes > 0) results_.push_back({out, need.to, need.out_nbytes});
+    need.place(in, out);
     room = out + whole_lines(need.in_nbytes);
   }
 }
@@ -132,7 +150,7 @@ bool Staging::holds(const char* data) const {
 
 void Staging::give(const char* data, size_t nbytes) {
   if (nbytes == 0) return;
-  if (results_.size() > 1) need();  // tensors may share memory: all are read before one is written
+  if (tensors_ > 1) need();  // they may share memory: all are read before one is written
   const auto after =
       std::upper_bound(results_.begin(), results_.end(), data,
                        [](const char* place, const Result& result) { return place < result.from; });

@@ -73,6 +73,7 @@ class Staging {
   std::vector<Chunk> chunks_;                      // as they come, and as they lie in memory
   size_t chunks_there_ = 0;
   std::vector<Result> results_;  // as they lie in memory
+  size_t tensors_ = 0;           // that get one
   bool ended_ = true;
   bool warned_ = false;
 };

@@ -218,6 +218,7 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("kept",
                              [](const Bucket& b) {
                                py::list all;
+                               if (b.device()) return all;  // whoever allocated it has it
                                for (const auto& data : b.kept())
                                  all.append(std::make_shared<Memory>(Memory{
                                      {data, reinterpret_cast<char*>(data.get())}, 4 * b.count()}));

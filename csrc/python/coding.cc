@@ -66,6 +66,14 @@ void decode(const Coding& c, const py::object& wire, const py::object& values,
   c.decode(from.plain.data, count, to.values(), isa_named(isa));
 }
 
+Wires at_equal_distances(const std::vector<const char*>& wires) {
+  const int64_t stride = wires.size() > 1 ? wires[1] - wires[0] : 0;
+  for (size_t i = 1; i < wires.size(); ++i)
+    if (wires[i] - wires[i - 1] != stride)
+      throw UsageError("on a GPU wires lie at equal distances, as the rows of a tensor do");
+  return {wires.empty() ? nullptr : wires[0], stride, static_cast<int>(wires.size())};
+}
+
 // Adds up what wires say, in order, and divides the sum by their number: what one rank does for all
 // in an allreduce.
 void average(const Coding& c, const std::vector<py::object>& wires, const py::object& wire,
@@ -84,8 +92,8 @@ void average(const Coding& c, const std::vector<py::object>& wires, const py::ob
     said.push_back(from.plain.data);
   }
   if (device)
-    return gpu_add_up(c, said.data(), static_cast<int>(said.size()), finish, lost.values(), count,
-                      to.plain.data, out.values(), *device, current_stream(*device));
+    return gpu_add_up(c, at_equal_distances(said), finish, lost.values(), count, to.plain.data,
+                      out.values(), *device, current_stream(*device));
   c.add_up(said, finish, count, out.values());
   c.encode_rest(out.values(), lost.values(), count, to.plain.data);
   c.decode(to.plain.data, count, out.values());

@@ -3,9 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <numeric>
 #include <vector>
 
+#include "engine/bucket.h"
 #include "engine/fake_nccl.h"
 #include "engine/loopback_world.h"
 
@@ -185,6 +187,59 @@ TEST(NcclExchange, GathersAndScatters) {
     });
     EXPECT_GE(FakeNccl::calls() - before, 3 * n);
   }
+}
+
+// By either road the values, and what is kept, are those of a bucket in the host's memory.
+TEST(NcclExchange, CodesLikeACpu) {
+  const int n = 3;
+  for (const bool has_nccl : {true, false})
+    for (const std::string codec : {"fp16", "minmax_u8", "minmax_u4", "fp8_e4m3", "sign1"})
+      for (const int64_t count : {3, 20'011}) {
+        const int before = FakeNccl::calls();
+        std::vector<std::unique_ptr<Gpu>> gpus;
+        for (int i = 0; i < n; ++i) gpus.push_back(std::make_unique<Gpu>(has_nccl));
+        LoopbackWorld world(n);
+        world.run([&](int rank) {
+          Gpu& gpu = *gpus[static_cast<size_t>(rank)];
+          Description how;
+          how.op = ReduceOp::kAverage;
+          how.codec = codec;
+          const auto allocate = [&](size_t nbytes) { return gpu.device.allocate(nbytes, nullptr); };
+          Bucket there(world.engines[static_cast<size_t>(rank)], "there", DType::kF32,
+                       {count - 1, 1}, how, 0, 0, 2, &gpu.device, allocate);
+          Bucket here(world.engines[static_cast<size_t>(rank)], "here", DType::kF32, {count - 1, 1},
+                      how, 0, 0, 2);
+          const auto values_of = [&](float* data) {
+            return std::vector<float>(data, data + count);
+          };
+          auto* on_device = reinterpret_cast<float*>(there.data());
+          auto* on_host = reinterpret_cast<float*>(here.data());
+          for (int step = 0; step < 3; ++step) {
+            const auto value = [&](int64_t i) {
+              return std::sin(static_cast<float>(i * (rank + 2) + step)) * static_cast<float>(i);
+            };
+            for (int64_t i = 0; i < count; ++i) {
+              on_host[i] = value(i);
+              on_device[i] = -1e30f;
+            }
+            gpu.device.run(gpu.stream, [&] {
+              for (int64_t i = 0; i < count; ++i) on_device[i] = value(i);
+            });
+            finish(world[rank], here.launch(Urgency::kNow));
+            const auto handle =
+                there.launch(Urgency::kNow, {}, nullptr, {gpu.device.mark(gpu.stream)});
+            finish(world[rank], handle);
+            handle->make_follow(gpu.stream);
+            gpu.device.drain(gpu.stream);
+            EXPECT_EQ(values_of(on_device), values_of(on_host)) << codec << " step " << step;
+            // Of single values each rank adds up others there.
+            for (size_t i = 0; i < (codec == "fp16" ? 1 : 2); ++i)
+              EXPECT_EQ(values_of(there.kept()[i].get()), values_of(here.kept()[i].get()))
+                  << codec << " step " << step << " kept " << i;
+          }
+        });
+        EXPECT_EQ(FakeNccl::calls() > before, has_nccl);
+      }
 }
 
 // Where one of them cannot, none does.

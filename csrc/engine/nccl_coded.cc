@@ -1,0 +1,79 @@
+#include "engine/nccl_coded.h"
+
+#include <algorithm>
+
+#include "codec/gpu.h"
+#include "collective/coded.h"
+
+namespace bagua {
+namespace {
+
+// Wires begin at multiples of this, for kernels load several codes at once.
+constexpr int64_t kPlace = 4;
+// Formats of single values are cut in pieces of so many, whose wires begin at such places, too.
+constexpr int64_t kSingles = 64;
+
+// Which values each rank adds up, and what their wire takes.
+struct Parts {
+  std::vector<int64_t> begins, counts, nbytes, at;
+  int64_t total_nbytes = 0;
+  Parts(const Coding& coding, int64_t count, int size) {
+    const int64_t piece = std::max(coding.block(), kSingles);
+    const int64_t pieces = (count + piece - 1) / piece;
+    for (int i = 0; i < size; ++i) {
+      const Slice slice = slice_of(pieces, size, i);
+      const int64_t begin = std::min(slice.begin * piece, count);
+      const int64_t end = std::min((slice.begin + slice.count) * piece, count);
+      begins.push_back(begin);
+      counts.push_back(end - begin);
+      const int64_t wire = end > begin ? coding.wire_nbytes(end - begin) : 0;
+      nbytes.push_back((wire + kPlace - 1) / kPlace * kPlace);
+      at.push_back(total_nbytes);
+      total_nbytes += nbytes.back();
+    }
+  }
+};
+
+const char* half_codec(DType dtype) { return dtype == DType::kF16 ? "fp16" : "bf16"; }
+
+}  // namespace
+
+bool can_code_on_device(const std::string& codec, DType dtype) {
+  return float_like(dtype) && !parse_coding(codec).codec->sparse;
+}
+
+void allreduce_coded(const OnDevice& on, const Job& job) {
+  const Coding& coding = *job.coding;
+  const Fragment& all = job.fragments.at(0);
+  const auto me = static_cast<size_t>(on.me);
+  const Parts parts(coding, all.count, on.size);
+  const int64_t mine = parts.nbytes[me];
+
+  auto* data = reinterpret_cast<float*>(all.out);
+  const bool half = job.dtype != DType::kF32;
+  if (half) {
+    data = reinterpret_cast<float*>(
+        on.memory(Scratch::kWide, static_cast<size_t>(all.count) * sizeof(float)));
+    gpu_decode(parse_coding(half_codec(job.dtype)), all.in, all.count, data, on.device, on.stream);
+  } else if (all.in != all.out) {
+    on.device.copy(all.out, all.in, static_cast<size_t>(all.count) * sizeof(float), on.stream);
+  }
+
+  char* said = on.memory(Scratch::kWire, static_cast<size_t>(parts.total_nbytes));
+  char* heard = on.memory(Scratch::kReceive, static_cast<size_t>(mine * on.size));
+  gpu_encode(coding, data, job.kept[0], all.count, said, on.device, on.stream);
+  on.nccl.alltoall(said, heard, parts.nbytes, std::vector<int64_t>(parts.nbytes.size(), mine),
+                   DType::kU8);
+
+  char* result = on.memory(Scratch::kShare, static_cast<size_t>(parts.total_nbytes));
+  float* lost = job.kept[1] ? job.kept[1] + parts.begins[me] : nullptr;
+  gpu_add_up(coding, {heard, mine, on.size}, job.finish, lost, parts.counts[me],
+             result + parts.at[me], data + parts.begins[me], on.device, on.stream);
+  on.nccl.allgather(result + parts.at[me], result, parts.nbytes, DType::kU8);
+  gpu_decode(coding, result, all.count, data, on.device, on.stream);
+  if (half)
+    gpu_encode(parse_coding(half_codec(job.dtype)), data, nullptr, all.count, all.out, on.device,
+               on.stream);
+}
+
+}  // namespace bagua

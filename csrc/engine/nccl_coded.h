@@ -1,0 +1,26 @@
+// Allreduce of floats through a codec, on devices: what `compressed` does (csrc/collective), with
+// the codec's kernels, and NCCL for what travels. The bytes are the same.
+#pragma once
+
+#include <functional>
+
+#include "collective/collective.h"
+#include "device/device.h"
+#include "transport/nccl.h"
+
+namespace bagua {
+
+struct OnDevice {
+  NcclGroup& nccl;
+  Device& device;
+  Device::Stream stream;
+  int size, me;
+  // Memory of the device, for the exchange at hand; each use has a lane of its own.
+  std::function<char*(Scratch::Lane, size_t)> memory;
+};
+
+// Whether it can be done: a matter of the codec and the elements.
+bool can_code_on_device(const std::string& codec, DType dtype);
+void allreduce_coded(const OnDevice& on, const Job& job);
+
+}  // namespace bagua
