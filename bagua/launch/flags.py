@@ -38,6 +38,7 @@ class Options:
     verbose: bool = False
     dry_run: bool = False
     fault_tolerant: bool = False
+    own_gpu: bool = False
     output_filename: str = ""
     prefix_timestamp: bool = False
     ssh_port: str = ""
@@ -181,6 +182,12 @@ def _add_job_flags(group: Any) -> None:
         "--fault-tolerant",
         action="store_true",
         help="survivors of a dead rank are not ended; they get its PeerError (Open MPI 5, MPICH)",
+    )
+    group.add_argument(
+        "--own-gpu",
+        action="store_true",
+        help="let a rank see one GPU of its host, as `cuda`: that of its local rank; for programs "
+        "that do not choose theirs",
     )
     group.add_argument(
         "--config-file", metavar="FILE", help="flags in YAML, JSON or TOML; the command line wins"

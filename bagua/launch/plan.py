@@ -77,8 +77,9 @@ def make_plan(options: Options, mpirun: str, flavour: Flavour) -> Plan:
 
 
 def _wrapped(program: list[str], options: Options) -> list[str]:
-    tolerant = [rank_process.FAULT_TOLERANT] if options.fault_tolerant else []
-    return [sys.executable, "-IS", os.path.abspath(rank_process.__file__), *tolerant, *program]
+    flags = [rank_process.FAULT_TOLERANT] if options.fault_tolerant else []
+    flags += [rank_process.OWN_GPU] if options.own_gpu else []
+    return [sys.executable, "-IS", os.path.abspath(rank_process.__file__), *flags, *program]
 
 
 def _hosts(options: Options) -> list[Host]:

@@ -1,6 +1,6 @@
 """Stands between mpirun and the program on every rank: relays output, leaves no process behind.
 
-Run by path as `python -IS rank.py [--fault-tolerant] COMMAND…`, so that it starts in a few
+Run by path as `python -IS rank.py [--fault-tolerant] [--own-gpu] COMMAND…`, so that it starts in a few
 milliseconds on the standard library alone; therefore it is all in one file. Without bagua-run's
 variables (a command copied from --dry-run) it simply becomes the command.
 
@@ -36,6 +36,8 @@ TOKEN = "BAGUA_RUN_TOKEN"
 VERDICT_FD = "BAGUA_RUN_VERDICT_FD"
 THREADS = "OMP_NUM_THREADS"
 FAULT_TOLERANT = "--fault-tolerant"
+OWN_GPU = "--own-gpu"
+GPUS = "CUDA_VISIBLE_DEVICES"
 HEADER = struct.Struct("!cI")
 CHUNK = 1 << 16
 CONNECT_TIMEOUT_S = 10.0
@@ -48,6 +50,7 @@ MPIRUN_TERMINATE_S = 0.6
 LEAVE_S = 15.0
 
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 _LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 # Beyond what programs have open: one that is started without the descriptor (Python's subprocess
 # closes it) must not find a file of its own under the number.
@@ -57,10 +60,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(argv: list[str]) -> NoReturn:
-    fault_tolerant = argv[:1] == [FAULT_TOLERANT]
-    command = argv[1:] if fault_tolerant else argv
+    fault_tolerant, argv = _told(FAULT_TOLERANT, argv)
+    own_gpu, command = _told(OWN_GPU, argv)
     channel, token = os.environ.pop(CHANNEL, ""), os.environ.pop(TOKEN, "")
     _share_cores()
+    if own_gpu:
+        _take_gpu()
     if not channel:
         _become(command)
     rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
@@ -284,6 +289,23 @@ def take_frame(received: bytearray) -> tuple[bytes, bytes] | None:
     payload = bytes(received[HEADER.size : end])
     del received[:end]
     return kind, payload
+
+
+def _told(flag: str, argv: list[str]) -> tuple[bool, list[str]]:
+    """Whether the first word is this flag, and what follows."""
+    return (True, argv[1:]) if argv[:1] == [flag] else (False, argv)
+
+
+def _take_gpu() -> None:
+    """Leaves the program one GPU of those it would see: the local rank's."""
+    visible = os.environ.get(GPUS)
+    if visible is None:
+        with contextlib.suppress(OSError):
+            visible = ",".join(map(str, range(len(os.listdir("/proc/driver/nvidia/gpus")))))
+    gpus = [gpu for gpu in (visible or "").split(",") if gpu]
+    place = next((os.environ[n] for n in _LOCAL_RANK_VARIABLES if n in os.environ), "")
+    if gpus and place.isdigit():
+        os.environ[GPUS] = gpus[int(place) % len(gpus)]
 
 
 def _share_cores() -> None:

@@ -167,6 +167,17 @@ def test_ranks_share_the_cores():
     assert out.split()[1::2] == ["7", "7"]
 
 
+def test_a_rank_sees_a_gpu_of_its_own():
+    program = "print(os.environ.get('CUDA_VISIBLE_DEVICES'))"
+    seen = {"CUDA_VISIBLE_DEVICES": "4,GPU-7"}
+    _, out, _ = run("-np", 3, "--own-gpu", *code(program), environment=seen)
+    assert sorted(out.splitlines()) == ["[0] 4", "[1] GPU-7", "[2] 4"]
+    _, out, _ = run("-np", 1, "--own-gpu", "--fault-tolerant", *code(program), environment=seen)
+    assert out == "[0] 4\n"
+    _, out, _ = run("-np", 1, *code(program), environment=seen)
+    assert out == "[0] 4,GPU-7\n"
+
+
 def test_output_filename(tmp_path):
     result, out, _ = run(
         "-np", 2, "--output-filename", tmp_path / "logs", *code("print('hi', rank)")
