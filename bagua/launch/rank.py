@@ -1,7 +1,7 @@
 """Stands between mpirun and the program on every rank: relays output, leaves no process behind.
 
-Run by path as `python -IS rank.py [--fault-tolerant] [--own-gpu] COMMAND…`, so that it starts in a few
-milliseconds on the standard library alone; therefore it is all in one file. Without bagua-run's
+Run by path as `python -IS rank.py [--fault-tolerant] [--own-gpu] COMMAND…`, so that it starts in a
+few milliseconds on the standard library alone; therefore it is all in one file. Without bagua-run's
 variables (a command copied from --dry-run) it simply becomes the command.
 
 The link to bagua-run carries frames of a one-byte kind, a four-byte length and the payload:

@@ -73,8 +73,8 @@ def _check_gpus(everyone: Iterable[tuple[int, set[str]]]) -> None:
                 raise UsageError(
                     f"ranks {other} and {rank} train on one GPU, {gpu}: call "
                     "torch.cuda.set_device(bagua.torch.local_rank()) before the model is made, "
-                    "give each rank one by bagua-run --own-gpu, start fewer ranks, or allow it with allow_shared_gpu "
-                    "(bagua-run --allow-shared-gpu)"
+                    "give each rank one by bagua-run --own-gpu, start fewer ranks, or allow it "
+                    "with allow_shared_gpu (bagua-run --allow-shared-gpu)"
                 )
 
 
