@@ -90,7 +90,7 @@ def broadcast_optimizer_state(
     skeleton = _without_tensors(optimizer.state_dict(), tensors) if is_root else None
     skeleton = broadcast_object(skeleton, root_rank, process_set=process_set)
     if not is_root:
-        skeleton = _with_empty_tensors(skeleton, tensors)
+        skeleton = _with_empty_tensors(skeleton, tensors, _gpu_of(optimizer))
     # Those on a GPU apart, so that they can stay there.
     for is_cpu in (True, False):
         if alike := [tensor for tensor in tensors if tensor.is_cpu == is_cpu]:
@@ -118,13 +118,18 @@ def _check_same_groups(optimizer: torch.optim.Optimizer, process_set: ProcessSet
             )
 
 
+def _gpu_of(optimizer: torch.optim.Optimizer) -> torch.device | None:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return next((param.device for param in params if param.is_cuda), None)
+
+
 class _Placeholder:
     """Stands for a tensor in a pickled state."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape = tuple(tensor.shape)
         self.dtype = tensor.dtype
-        self.place = tensor.device.type  # of GPUs every rank has its own
+        self.is_cpu = tensor.is_cpu
 
 
 def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -137,13 +142,12 @@ def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     return _mapped(value, torch.Tensor, replace)
 
 
-def _with_empty_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+def _with_empty_tensors(value: Any, tensors: list[torch.Tensor], gpu: torch.device | None) -> Any:
     """The reverse, with new tensors to be filled."""
 
     def replace(placeholder: _Placeholder) -> Any:
-        tensors.append(
-            torch.empty(placeholder.shape, dtype=placeholder.dtype, device=placeholder.place)
-        )
+        device = None if placeholder.is_cpu else gpu
+        tensors.append(torch.empty(placeholder.shape, dtype=placeholder.dtype, device=device))
         return tensors[-1]
 
     return _mapped(value, _Placeholder, replace)

@@ -106,13 +106,21 @@ class CudaDevice : public Device {
     check(cudaStreamSynchronize(as_stream(stream)), "cudaStreamSynchronize");
   }
 
-  std::shared_ptr<char> allocate(size_t nbytes, Stream stream) override {
+  std::shared_ptr<char> allocate(size_t nbytes) override {
     const Current current(number_);
     void* memory = nullptr;
     check(cudaMalloc(&memory, nbytes ? nbytes : 1), "cudaMalloc");
-    std::shared_ptr<char> owner(static_cast<char*>(memory), [](char* p) { cudaFree(p); });
+    return {static_cast<char*>(memory), [number = number_](char* p) {
+              try {
+                const Current current(number);
+                check(cudaFree(p), "cudaFree");
+              } catch (const Error&) {  // the device is broken, or the process ends
+              }
+            }};
+  }
+  void clear(char* memory, size_t nbytes, Stream stream) override {
+    const Current current(number_);
     check(cudaMemsetAsync(memory, 0, nbytes, as_stream(stream)), "cudaMemsetAsync");
-    return owner;
   }
 
   Stream add_stream() override {
@@ -131,6 +139,7 @@ class CudaDevice : public Device {
 
   void as_current(const std::function<void()>& work) override {
     const Current current(number_);
+    cudaGetLastError();  // of others
     work();
     check(cudaGetLastError(), "a kernel");
   }

@@ -5,7 +5,9 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <vector>
 
 namespace bagua {
 
@@ -35,8 +37,13 @@ class Device {
   // Waits until the stream has nothing to do.
   virtual void drain(Stream stream) = 0;
 
-  // Memory of the device, zeros from the stream's point of view.
-  virtual std::shared_ptr<char> allocate(size_t nbytes, Stream stream) = 0;
+  // Keeps an owner of memory until the mark is reached, and lets go of those whose marks are.
+  void keep_until(const Mark& mark, std::shared_ptr<void> owner);
+  void let_go();
+
+  // Memory of the device. Letting go of it may wait for all that the device does.
+  virtual std::shared_ptr<char> allocate(size_t nbytes) = 0;
+  virtual void clear(char* memory, size_t nbytes, Stream stream) = 0;
   // NCCL for this kind of device, see find_nccl; null, and why, if there is none.
   virtual const NcclLibrary* nccl(const std::string& path, std::string& why_not) = 0;
   // One that lasts as long as the process, and whose work goes first.
@@ -47,6 +54,14 @@ class Device {
   virtual bool works_on_host(Stream, const std::function<void()>&) { return false; }
   // The same memory, which the device can reach by itself until this is let go; null if it cannot.
   virtual std::shared_ptr<char> pin(std::shared_ptr<char> memory, size_t nbytes) = 0;
+
+ private:
+  struct KeptUntil {
+    Mark mark;
+    std::shared_ptr<void> owner;
+  };
+  std::mutex keeping_;
+  std::vector<KeptUntil> kept_;
 };
 
 // The device of this number. Throws a UsageError that says what to do where there is none.

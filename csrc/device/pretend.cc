@@ -65,6 +65,7 @@ void PretendDevice::run(Stream stream, std::function<void()> work) {
 }
 
 Device::Mark PretendDevice::mark(Stream stream) {
+  check();
   auto reached = std::make_shared<Reached>();
   run(stream, [reached] { reached->set(); });
   return reached;
@@ -104,10 +105,14 @@ std::string PretendDevice::identity() const {
   return bytes;
 }
 
-std::shared_ptr<char> PretendDevice::allocate(size_t nbytes, Stream stream) {
+std::shared_ptr<char> PretendDevice::allocate(size_t nbytes) {
   auto memory = allocate_lines(nbytes);
-  run(stream, [memory, nbytes] { std::memset(memory.get(), 0, nbytes); });
+  std::memset(memory.get(), 0x5a, nbytes);  // nobody may count on anything
   return memory;
+}
+
+void PretendDevice::clear(char* memory, size_t nbytes, Stream stream) {
+  run(stream, [=] { std::memset(memory, 0, nbytes); });
 }
 
 Device::Stream PretendDevice::add_stream() {

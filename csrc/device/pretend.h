@@ -30,7 +30,8 @@ class PretendDevice : public Device {
   bool reached(const Mark& mark) override;
   void copy(void* to, const void* from, size_t nbytes, Stream stream) override;
   void drain(Stream stream) override;
-  std::shared_ptr<char> allocate(size_t nbytes, Stream stream) override;
+  std::shared_ptr<char> allocate(size_t nbytes) override;
+  void clear(char* memory, size_t nbytes, Stream stream) override;
   Stream add_stream() override;
   std::shared_ptr<char> pin(std::shared_ptr<char> memory, size_t nbytes) override;
 

@@ -21,6 +21,7 @@ constexpr int kCompanyUs = 500;
 constexpr double kPauseUs = 50;
 // How often a waiting engine looks at the clock: stalls and silent ranks.
 constexpr int kTickUs = 1000000;
+constexpr int kEndUs = 1000;  // between looks at what devices still have to do
 
 }  // namespace
 
@@ -151,7 +152,7 @@ bool Engine::wait(const Handle& handle, double timeout_s) {
       channel_->hush(true);
       caller_drives_ = true;
       drive(&handle, deadline_s);
-      const bool more = anything_open() || (ledger_ && ledger_->has_background());
+      const bool more = anything_open() || on_device() || (ledger_ && ledger_->has_background());
       channel_->hush(false);
       lock.lock();
       driven_ = false;
@@ -206,9 +207,9 @@ void Engine::coordinate() {
     caller_drives_ = false;
     drive(nullptr, 0);
     const bool through = stopping && try_stop();
-    const bool watchful = anything_open() || (nccl_ && nccl_->under_way()) || stopping ||
+    const bool watchful = anything_open() || on_device() || stopping ||
                           (ledger_ && (ledger_->any_open() || liveness_.asked(now_s())));
-    doze_us = watchful ? kTickUs : -1;
+    doze_us = watchful ? (stopping && nccl_ ? kEndUs : kTickUs) : -1;
     lock.lock();
     driven_ = false;
     stopped_ = through;

@@ -124,6 +124,8 @@ class Engine {
   void handle(const Message& message);
   std::shared_ptr<Arenas> arenas() const;
   bool anything_open() const { return open_count_ > 0; }
+  // What is done for the engine, but not for the devices.
+  bool on_device() const { return nccl_ && nccl_->under_way(); }
   std::string name_of(int rank) const;
 
   // engine_agreement.cc
@@ -133,6 +135,8 @@ class Engine {
   void decide(bool everything = false);
   void apply(const Decision& decision);
   RequestPtr take_open(Set& set, int32_t id, const Key& key);
+
+  // engine_exchange.cc
   void run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed,
                   std::vector<Entry>& forgotten);
   void exchange(int32_t id, const Set& set, const std::vector<RequestPtr>& requests);
@@ -157,6 +161,7 @@ class Engine {
   void poison(FailurePtr failure);
   void let_go_of_exchange();
   void fail_everything(const FailurePtr& failure);
+  bool finish_on_devices();
   bool try_stop();
 
   const Config config_;

@@ -72,10 +72,8 @@ void Engine::exchange(int32_t id, const Set& set, const std::vector<RequestPtr>&
 NcclExchange* Engine::nccl_for(int32_t id, const std::vector<RequestPtr>& requests, Group& group,
                                const Workbench& bench) {
   if (!config_.nccl || !NcclExchange::fits(requests[0]->description)) return nullptr;
-  if (!nccl_) {
-    Device* device = nullptr;
-    for (const RequestPtr& request : requests)
-      if (request->device) device = request->device;
+  Device* device = requests[0]->device;  // none where a rank has joined
+  if (!nccl_ || (device && !nccl_->device())) {
     std::string why_not;
     const NcclLibrary* library = device ? device->nccl(config_.nccl_path, why_not) : nullptr;
     const auto tell = [this](const std::string& text) { log_.write(LogLevel::kInfo, text); };
@@ -126,7 +124,11 @@ RequestPtr Engine::stand_in(const Set& set, const Entry& entry) {
   auto memories = std::make_shared<std::vector<std::shared_ptr<char>>>();
   const auto zeros = [&](size_t nbytes) {
     const auto memory = request->device ? nccl_->allocate(nbytes) : allocate_lines(nbytes);
-    if (!request->device) std::memset(memory.get(), 0, nbytes);
+    if (request->device) {
+      request->starts = {nccl_->clear(memory.get(), nbytes)};
+    } else {
+      std::memset(memory.get(), 0, nbytes);
+    }
     memories->push_back(memory);
     return memory.get();
   };
@@ -140,7 +142,6 @@ RequestPtr Engine::stand_in(const Set& set, const Entry& entry) {
     request->parts.push_back({in, out, request->device != nullptr});
     if (d.kind == OpKind::kAllgather || d.kind == OpKind::kAlltoall) request->rows.push_back(0);
   }
-  if (request->device) request->starts = {nccl_->mark()};
   request->splits.assign(set.ranks.size(), 0);
   request->keepalive = memories;
   ++open_count_;
@@ -159,6 +160,7 @@ void Engine::run_special(Request& request) {
     std::lock_guard<std::mutex> lock(mutex_);
     doors_[id].ranks = set.ranks;
   } else if (d.kind == OpKind::kRemoveProcessSet) {
+    if (nccl_) nccl_->forget(d.root);
     std::lock_guard<std::mutex> lock(mutex_);
     doors_.erase(d.root);
   }

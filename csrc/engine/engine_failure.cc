@@ -93,13 +93,13 @@ void Engine::tick() {
   if (now - ticked_s_ < 0.5) return;
   ticked_s_ = now;
   if (anything_open() && exchanging_.empty()) transport_->progress();
-  const bool waiting = anything_open() && now - open_since_s_ > 1;
+  const bool waiting = (anything_open() || on_device()) && now - open_since_s_ > 1;
   const int silent = liveness_.tick(now, waiting || stopping_now_);
   if (silent >= 0)
     lose(silent, "has not answered for " + seconds(config_.peer_timeout_s) +
                      ": stopped, or its machine is overloaded or unreachable (peer_timeout_s)");
   if (ledger_) look_for_stalls(now);
-  if (nccl_ && nccl_->under_way()) nccl_->check();
+  if (on_device()) nccl_->check();
 }
 
 // A rank is gone without a goodbye. That ends the engine, unless this rank is leaving anyway.
@@ -232,6 +232,18 @@ void Engine::fail_everything(const FailurePtr& failure) {
   decisions_.clear();
 }
 
+// Lets NCCL end well, while somebody still looks after it: other ranks may wait for what it sends.
+bool Engine::finish_on_devices() {
+  if (!nccl_ || anything_open()) return true;
+  try {
+    return nccl_->finish();
+  } catch (const std::exception& error) {
+    log_.write(LogLevel::kWarning, std::string("while stopping: ") + error.what());
+    nccl_->abort();
+    return true;
+  }
+}
+
 // One step of stopping; true when nothing is left to do. Called by the coordination thread. What
 // was decided before the others heard of it is still carried out: they count on it.
 bool Engine::try_stop() {
@@ -240,6 +252,7 @@ bool Engine::try_stop() {
     if (failure_ || abandoned_) return true;
   }
   if (!stopping_now_) {
+    if (!finish_on_devices()) return false;
     stopping_now_ = true;
     if (!ledger_) {
       channel_->send(0, text_message(MessageType::kBye));

@@ -148,22 +148,36 @@ bool overlap(const std::vector<Tensor>& tensors) {
   return false;
 }
 
+// Tensors that share memory, in copies.
+struct Apart {
+  std::vector<std::vector<char>> on_host;  // what is read
+  struct Result {
+    char* to;
+    const char* from;
+    size_t nbytes;
+  };
+  std::vector<Result> on_device;  // what is written, for NCCL writes several at once
+};
+
 // Tied weights, or a tensor and its view: all are read before any is written. Which tensors make a
 // stretch does not change, since other ranks may see no overlap.
-std::vector<std::vector<char>> take_apart(std::vector<Tensor>& tensors, const Workbench& bench) {
-  std::vector<std::vector<char>> copies;
-  if (tensors.size() < 2 || !overlap(tensors)) return copies;
+Apart take_apart(std::vector<Tensor>& tensors, const Workbench& bench) {
+  Apart apart;
+  if (tensors.size() < 2 || !overlap(tensors)) return apart;
   if (bench.staging) bench.staging->need();
   for (Tensor& t : tensors) {
     if (t.fragments) continue;
     if (bench.nccl) {
-      t.in = bench.nccl->copy_of(t.in, t.nbytes());
-      continue;
+      char* copy = bench.nccl->borrow(t.nbytes());
+      bench.nccl->copy(copy, t.in, t.nbytes());
+      apart.on_device.push_back({t.out, copy, t.nbytes()});
+      t.in = t.out = copy;
+    } else {
+      apart.on_host.emplace_back(t.in, t.in + t.nbytes());
+      t.in = apart.on_host.back().data();
     }
-    copies.emplace_back(t.in, t.in + t.nbytes());
-    t.in = copies.back().data();
   }
-  return copies;
+  return apart;
 }
 
 // Scales everything, in the place where the results go.
@@ -196,7 +210,7 @@ void exchange_allreduce(const std::vector<RequestPtr>& requests, Group& group,
   Peers peers = parse_peers(d.peers);
   peers.round += requests[0]->round;
   std::vector<Tensor> tensors = tensors_by_dtype(requests);
-  const auto copies = take_apart(tensors, bench);
+  const Apart apart = take_apart(tensors, bench);
   on_stretches(tensors, group, bench, fuse, [&](Job& job) {
     job.op = d.op;
     job.finish = finish;
@@ -210,6 +224,7 @@ void exchange_allreduce(const std::vector<RequestPtr>& requests, Group& group,
     if (group.size() == 1 && !bench.nccl) return scale_all(job, finish.factor);
     run(OpKind::kAllreduce, job, bench);
   });
+  for (const Apart::Result& r : apart.on_device) bench.nccl->copy(r.to, r.from, r.nbytes);
 }
 
 void exchange_broadcast(const std::vector<RequestPtr>& requests, Group& group,

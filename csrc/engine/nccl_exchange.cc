@@ -19,10 +19,15 @@ struct Card {
 constexpr size_t kNumbers = sizeof(Card) / sizeof(int64_t);
 static_assert(sizeof(Card) % sizeof(int64_t) == 0);
 
+// A rank that has joined before it had anything on a device may have one later.
+bool undecided(const std::vector<Card>& cards) {
+  return std::any_of(cards.begin(), cards.end(), [](const Card& card) { return card.version < 0; });
+}
+
 // Why not, or nothing.
 std::string obstacle(const std::vector<Card>& cards) {
   for (size_t i = 0; i < cards.size(); ++i) {
-    if (cards[i].version <= 0) return "not all ranks have it and a GPU";
+    if (cards[i].version == 0) return "not all ranks have it, or it does not work on one";
     if (cards[i].version != cards[0].version) return "ranks have different versions of it";
     for (size_t j = 0; j < i; ++j)
       if (std::memcmp(cards[i].gpu, cards[j].gpu, sizeof cards[i].gpu) == 0 &&
@@ -35,6 +40,8 @@ std::string obstacle(const std::vector<Card>& cards) {
 constexpr int kFirstThatShares = 23000;
 
 bool is_linear(ReduceOp op) { return op == ReduceOp::kSum || op == ReduceOp::kAverage; }
+
+double factor_of(const Description& d) { return is_linear(d.op) ? d.prescale * d.postscale : 1; }
 
 std::vector<NcclGroup::Piece> pieces_of(const Job& job) {
   std::vector<NcclGroup::Piece> pieces;
@@ -51,12 +58,8 @@ NcclExchange::NcclExchange(const NcclLibrary* library, Device* device, bool shar
       tell_(std::move(tell)),
       stream_(device ? device->add_stream() : nullptr) {}
 
-NcclExchange::~NcclExchange() {
-  try {
-    if (last_) device_->drain(stream_);
-  } catch (const Error&) {  // the device is broken, and everybody who asks it hears so
-  }
-}
+// Unless it has ended something is wrong.
+NcclExchange::~NcclExchange() { abort(); }
 
 bool NcclExchange::fits(const Description& d) {
   if (!d.on_device || !d.peers.empty()) return false;
@@ -72,11 +75,12 @@ bool NcclExchange::fits(const Description& d) {
 }
 
 // Everybody tells what it has, and all come to the same conclusion.
-NcclGroup* NcclExchange::group_of(int32_t set, const TellAll& tell_all) {
-  const auto known = groups_.find(set);
-  if (known != groups_.end()) return known->second.get();
+void NcclExchange::agree(int32_t set, const TellAll& tell_all) {
   Card mine;
-  if (library_ && device_ && library_->get_unique_id(&mine.id) == NcclResult::kSuccess) {
+  mine.version = device_ ? 0 : -1;
+  const bool gives_id = group_->me() == 0;  // whose threads wait for the others
+  if (library_ && device_ &&
+      (!gives_id || library_->get_unique_id(&mine.id) == NcclResult::kSuccess)) {
     mine.version = library_->version;
     mine.shares = shares_ && library_->version >= kFirstThatShares;
     const std::string identity = device_->identity();
@@ -87,37 +91,56 @@ NcclGroup* NcclExchange::group_of(int32_t set, const TellAll& tell_all) {
   const std::vector<int64_t> all = tell_all(numbers);
   std::vector<Card> cards(all.size() / kNumbers);
   std::memcpy(static_cast<void*>(cards.data()), all.data(), cards.size() * sizeof mine);
+  if (undecided(cards)) return;
   const std::string why_not = obstacle(cards);
   auto& nccl = groups_[set];
-  if (why_not.empty()) {
-    tell_("tensors on " + device_->name() + " go by NCCL " + version_text(*library_));
+  if (!why_not.empty()) return tell_("NCCL is not used: " + why_not);
+  tell_("tensors on " + device_->name() + " go by NCCL " + version_text(*library_));
+  device_->as_current([&] {  // where the communicator is to be
     nccl = std::make_unique<NcclGroup>(
         *library_, cards[0].id, group_->size(), group_->me(), stream_,
         [this](const std::function<bool()>& reached) { group_->wait_until(reached); });
-  } else {
-    tell_("NCCL is not used: " + why_not);
-  }
-  return nccl.get();
+  });
+}
+
+// Inside one node, or alone, some codecs are not asked for.
+bool NcclExchange::is_coded(bool is_plain, bool exact_in_nodes) const {
+  return !is_plain && group_->size() > 1 && !(exact_in_nodes && group_->node());
 }
 
 bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, Group& group,
                          const TellAll& tell_all) {
   group_ = &group;
-  nccl_ = group_of(set, tell_all);
+  for (const RequestPtr& request : requests) {
+    const Description& d = request->description;
+    if (!fits(d)) return false;
+    const bool coded = is_coded(d.codec.empty(), d.exact_in_nodes);
+    if (coded && d.exact_in_nodes && group.on_shared_nodes())
+      return false;  // exact inside the nodes only
+    bool scales = true;
+    for_each_tensor(d, [&](DType dtype, const int64_t*, size_t) {
+      scales = scales && NcclGroup::can_scale(dtype, {d.op, factor_of(d)}, group.size());
+    });
+    if (!coded && !scales) return false;
+  }
+  if (groups_.count(set) == 0) agree(set, tell_all);
+  const auto found = groups_.find(set);
+  nccl_ = found == groups_.end() ? nullptr : found->second.get();
   if (!nccl_) return false;
-  const Description& d = requests[0]->description;
-  if (!d.codec.empty() && d.exact_in_nodes && group.on_shared_nodes() && !group.node())
-    return false;  // exact inside the nodes only
-  if (!under_way()) borrowed_.clear();
+  device_->let_go();
   for (const RequestPtr& request : requests)
     for (const Device::Mark& start : request->starts) device_->follow(stream_, start);
   return true;
 }
 
-const char* NcclExchange::copy_of(const char* from, size_t nbytes) {
+char* NcclExchange::borrow(size_t nbytes) {
   borrowed_.push_back(allocate(nbytes));
-  device_->copy(borrowed_.back().get(), from, nbytes, stream_);
   return borrowed_.back().get();
+}
+
+Device::Mark NcclExchange::clear(char* memory, size_t nbytes) {
+  device_->clear(memory, nbytes, stream_);
+  return device_->mark(stream_);
 }
 
 char* NcclExchange::memory(Scratch::Lane lane, size_t nbytes) {
@@ -132,10 +155,8 @@ char* NcclExchange::memory(Scratch::Lane lane, size_t nbytes) {
 
 void NcclExchange::run(OpKind kind, const Job& job) {
   const NcclGroup::How how = {job.op, job.finish.factor};
-  const int size = group_->size();
-  const bool exact = job.exact_in_nodes && group_->node();
-  if (job.coding && size > 1 && !exact)
-    return allreduce_coded({*nccl_, *device_, stream_, size, group_->me(),
+  if (is_coded(!job.coding, job.exact_in_nodes))
+    return allreduce_coded({*nccl_, *device_, stream_, group_->size(), group_->me(),
                             [this](Scratch::Lane lane, size_t n) { return memory(lane, n); }},
                            job);
   switch (kind) {
@@ -155,8 +176,19 @@ void NcclExchange::run(OpKind kind, const Job& job) {
 }
 
 void NcclExchange::end(const std::vector<RequestPtr>& requests) {
-  last_ = mark();
-  for (const RequestPtr& request : requests) request->handle->returned_to(*device_, last_);
+  last_ = device_->mark(stream_);
+  for (const RequestPtr& request : requests)
+    request->handle->returned_to(*device_, last_, /*may_fail=*/group_->size() > 1);
+  for (auto& memory : borrowed_) device_->keep_until(last_, std::move(memory));
+  borrowed_.clear();
+}
+
+bool NcclExchange::under_way() const noexcept {
+  try {
+    return last_ && !device_->reached(last_);
+  } catch (const std::exception&) {
+    return false;  // the device is broken, and everybody who asks it hears so
+  }
 }
 
 void NcclExchange::check() {
@@ -164,9 +196,31 @@ void NcclExchange::check() {
     if (group) group->check();
 }
 
-void NcclExchange::abort() {
+void NcclExchange::abort() noexcept {
   for (auto& [set, group] : groups_)
     if (group) group->abort();
+  for (auto& group : ending_) group->abort();
+  try {
+    if (last_) device_->drain(stream_);
+  } catch (const std::exception&) {  // it is broken, and writes no more
+  }
+  last_ = nullptr;
+}
+
+void NcclExchange::forget(int32_t set) {
+  const auto found = groups_.find(set);
+  if (found == groups_.end()) return;
+  if (found->second) ending_.push_back(std::move(found->second));
+  groups_.erase(found);
+  for (auto& group : ending_) group->end();
+}
+
+bool NcclExchange::finish() {
+  if (under_way()) return false;
+  while (!groups_.empty()) forget(groups_.begin()->first);
+  const auto through = [](const std::unique_ptr<NcclGroup>& group) { return group->end(); };
+  ending_.erase(std::remove_if(ending_.begin(), ending_.end(), through), ending_.end());
+  return ending_.empty();
 }
 
 }  // namespace bagua

@@ -28,30 +28,36 @@ class NcclExchange {
 
   // Whether NCCL would do it, whoever asks: a matter of the description alone.
   static bool fits(const Description& description);
-  // Whether the ranks of this set can use NCCL together, which they find out the first time, and
-  // for this. If so what is run from now on is of these requests.
+  // Whether these go by NCCL, which all ranks decide alike: those of the set find out together, the
+  // first time, whether they can use it. If so what is run from now on is of these requests.
   bool begin(int32_t set, const std::vector<RequestPtr>& requests, Group& group,
              const TellAll& tell_all);
   void run(OpKind kind, const Job& job);
   // The requests' memory is a matter of their handles from then on.
   void end(const std::vector<RequestPtr>& requests);
 
-  // Memory of the device.
-  std::shared_ptr<char> allocate(size_t nbytes) { return device_->allocate(nbytes, stream_); }
-  // What is there at this point of the stream, for as long as the exchange needs it.
-  const char* copy_of(const char* from, size_t nbytes);
-  Device::Mark mark() { return device_->mark(stream_); }
+  std::shared_ptr<char> allocate(size_t nbytes) { return device_->allocate(nbytes); }
+  // Memory that stays as long as the exchange needs it.
+  char* borrow(size_t nbytes);
+  void copy(char* to, const char* from, size_t nbytes) { device_->copy(to, from, nbytes, stream_); }
+  // The zeros are there from the mark on.
+  Device::Mark clear(char* memory, size_t nbytes);
 
   // Whether something is still under way on the device.
-  bool under_way() const { return last_ && !device_->reached(last_); }
+  bool under_way() const noexcept;
   // Throws a PeerError if NCCL has noticed a failure.
   void check();
-  // Something broke: ends what is under way, whoever it waits for.
-  void abort();
+  // Something broke: ends what is under way, whoever it waits for, and waits for that.
+  void abort() noexcept;
+  // A process set is gone.
+  void forget(int32_t set);
+  // Lets what is under way come to its end; true when it has.
+  bool finish();
   Device* device() const { return device_; }
 
  private:
-  NcclGroup* group_of(int32_t set, const TellAll& tell_all);
+  void agree(int32_t set, const TellAll& tell_all);
+  bool is_coded(bool is_plain, bool exact_in_nodes) const;
   char* memory(Scratch::Lane lane, size_t nbytes);
 
   const NcclLibrary* const library_;
@@ -60,8 +66,9 @@ class NcclExchange {
   const Tell tell_;
   const Device::Stream stream_;
   std::map<int32_t, std::unique_ptr<NcclGroup>> groups_;  // by set; null where it cannot be
+  std::vector<std::unique_ptr<NcclGroup>> ending_;        // of sets that are gone
   Device::Mark last_;
-  std::vector<std::shared_ptr<char>> borrowed_;  // until the device has come this far
+  std::vector<std::shared_ptr<char>> borrowed_;  // for the exchange at hand
   struct Memory {
     std::shared_ptr<char> data;
     size_t nbytes = 0;

@@ -1,16 +1,12 @@
 #include "engine/request.h"
 
 #include <algorithm>
-#include <thread>
 
 namespace bagua {
 
 // Nobody has waited for it, and memory of the device must not go while it is written to.
 Handle::~Handle() {
-  try {
-    while (keepalive_ && !device_->reached(end_)) std::this_thread::yield();
-  } catch (const Error&) {  // of a device that is broken, and writes no more
-  }
+  if (keepalive_) device_->keep_until(end_, std::move(keepalive_));
 }
 
 namespace {

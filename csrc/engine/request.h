@@ -112,10 +112,13 @@ class Handle {
     if (keepalive_) make_follow(began_on_);
     keepalive_.reset();
   }
-  void returned_to(Device& device, Device::Mark end) {
+  // Of a result that other ranks still work at, on the device, nobody knows yet whether it comes.
+  void returned_to(Device& device, Device::Mark end, bool may_fail) {
     device_ = &device;
     end_ = std::move(end);
+    may_fail_ = may_fail;
   }
+  bool may_fail() const { return may_fail_; }
   Device* device() const { return device_; }  // null: the results are in the host's memory
 
   std::vector<Output> outputs;  // allgather, alltoall: one per tensor
@@ -126,6 +129,7 @@ class Handle {
   FailurePtr failure_;
   Device* device_ = nullptr;
   Device::Mark end_;
+  bool may_fail_ = false;
   Device::Stream began_on_ = nullptr;
   std::shared_ptr<void> keepalive_;  // of memory on the device, while results are on their way
   std::atomic<bool> done_{false};

@@ -12,7 +12,8 @@ bool fusible(const Description& d) {
 }
 
 bool alike(const Description& a, const Description& b) {
-  return a.op == b.op && a.prescale == b.prescale && a.postscale == b.postscale;
+  return a.op == b.op && a.prescale == b.prescale && a.postscale == b.postscale &&
+         a.on_device == b.on_device;
 }
 
 }  // namespace

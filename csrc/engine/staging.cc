@@ -32,6 +32,7 @@ void Staging::settle() noexcept {
 
 void Staging::begin(const std::vector<RequestPtr>& requests, Group& group, bool brings) {
   group_ = &group;
+  device_.let_go();
   chunks_.clear();
   results_.clear();
   chunks_there_ = 0;
@@ -53,7 +54,7 @@ void Staging::begin(const std::vector<RequestPtr>& requests, Group& group, bool 
     std::function<void(char* in, char* out)> place;
   };
   std::vector<Need> needs;
-  // What is kept from time to time comes first: who is told of values may read it, too.
+  // What is kept from time to time comes first: where values are, it is, too.
   for (const RequestPtr& request : requests_) {
     int64_t count = 0;
     for (const TensorInfo& tensor : tensors_of(request->description)) count += tensor.count();
@@ -167,7 +168,8 @@ void Staging::end() {
     if (!result.given) give(result.from, result.nbytes);
   const Device::Mark end = device_.mark(out_);
   memories_[turn_].given = end;
-  for (const RequestPtr& request : requests_) request->handle->returned_to(device_, end);
+  for (const RequestPtr& request : requests_)
+    request->handle->returned_to(device_, end, /*may_fail=*/false);
   requests_.clear();
   keepalives_.clear();
 }

@@ -63,9 +63,11 @@ PyObject* wait(PyObject* self, PyObject*) {
       wait_until([&](double slice_s) { return engine->wait(*h.handle, slice_s); });
       if (!h.engine) throw UsageError("another thread waited for this handle at the same time");
     }
-    h.engine.reset();
+    const auto engine = std::exchange(h.engine, nullptr);
     release_buried();
     h.handle->rethrow();
+    if (const FailurePtr failure = h.handle->may_fail() ? engine->failure() : nullptr)
+      throw_failure(*failure);
     follow(*h.handle);
     h.handle->let_go();
     if (!h.finish) return std::exchange(h.result, nullptr);

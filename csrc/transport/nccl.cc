@@ -1,6 +1,7 @@
 #include "transport/nccl.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -81,11 +82,27 @@ NcclGroup::NcclGroup(const NcclLibrary& library, const NcclId& id, int size, int
                      WaitUntil wait_until)
     : library_(library), size_(size), me_(me), stream_(stream), wait_until_(std::move(wait_until)) {
   NcclConfig config;
-  finish(library_.init_rank_config(&comm_, size, id, me, &config), "ncclCommInitRankConfig");
+  try {
+    finish(library_.init_rank_config(&comm_, size, id, me, &config), "ncclCommInitRankConfig");
+  } catch (...) {
+    abort();
+    throw;
+  }
 }
 
 void NcclGroup::abort() {
   if (auto* comm = std::exchange(comm_, nullptr)) library_.abort(comm);
+}
+
+bool NcclGroup::end() {
+  if (!comm_) return true;
+  NcclResult state = NcclResult::kSuccess;
+  if (!std::exchange(ending_, true)) expect(library_.finalize(comm_), "ncclCommFinalize");
+  expect(library_.get_async_error(comm_, &state), "ncclCommGetAsyncError");
+  expect(state, "ncclCommFinalize");
+  if (state == NcclResult::kInProgress) return false;
+  expect(library_.destroy(std::exchange(comm_, nullptr)), "ncclCommDestroy");
+  return true;
 }
 
 void NcclGroup::expect(NcclResult result, const char* what) {
@@ -115,7 +132,12 @@ void NcclGroup::check() {
 
 void NcclGroup::together(const std::function<void()>& give) {
   expect(library_.group_start(), "ncclGroupStart");
-  give();
+  try {
+    give();
+  } catch (...) {
+    library_.group_end();  // or this thread would be in it for ever
+    throw;
+  }
   finish(library_.group_end(), "ncclGroupEnd");
 }
 
@@ -135,6 +157,15 @@ bool NcclGroup::can_move(DType dtype) { return type_of(dtype).has_value(); }
 bool NcclGroup::can_reduce(DType dtype, ReduceOp op) {
   if (dtype == DType::kBool || !can_move(dtype) || !op_of(op)) return false;
   return op != ReduceOp::kAverage || is_float(dtype);
+}
+
+bool NcclGroup::can_scale(DType dtype, How how, int size) {
+  if (dtype != DType::kF16 && dtype != DType::kBF16) return true;
+  int exponent = 0;
+  const double factor = how.op == ReduceOp::kAverage ? how.factor / size : how.factor;
+  const bool power_of_two = std::frexp(std::abs(factor), &exponent) == 0.5;
+  const int most = dtype == DType::kF16 ? 14 : 126;
+  return power_of_two && std::abs(exponent - 1) <= most;
 }
 
 void NcclGroup::allreduce(const std::vector<Piece>& pieces, DType dtype, How how) {

@@ -31,16 +31,20 @@ class NcclGroup {
   // Called by all of them with one id.
   NcclGroup(const NcclLibrary& library, const NcclId& id, int size, int me, Stream stream,
             WaitUntil wait_until);
-  // Ends what is still under way.
+  // Ends what is still under way, unless it has ended well.
   ~NcclGroup() { abort(); }
   NcclGroup(const NcclGroup&) = delete;
   void abort();
+  // Lets what is under way come to its end; true when it has, and nothing can be given any more.
+  bool end();
 
   // Throws a PeerError if NCCL has noticed that a rank, or the way to it, is gone.
   void check();
 
   static bool can_move(DType dtype);
   static bool can_reduce(DType dtype, ReduceOp op);
+  // Factors are numbers of the values' own type: short ones should be there without rounding.
+  static bool can_scale(DType dtype, How how, int size);
   void allreduce(const std::vector<Piece>& pieces, DType dtype, How how);
   void broadcast(const std::vector<Piece>& pieces, DType dtype, int root);
   void allgather(const char* in, char* out, const Counts& counts, DType dtype);
@@ -51,7 +55,7 @@ class NcclGroup {
  private:
   void expect(NcclResult result, const char* what);
   void finish(NcclResult result, const char* what);
-  // Together, all that `give` gives.
+  // Together, all that `give` gives; nothing if it throws.
   void together(const std::function<void()>& give);
   // Calls give(operation) with the operation that reduces like this.
   void reducing(DType dtype, How how, const std::function<void(NcclOp)>& give);
@@ -61,6 +65,7 @@ class NcclGroup {
   const Stream stream_;
   const WaitUntil wait_until_;
   NcclLibrary::Comm comm_ = nullptr;
+  bool ending_ = false;
 };
 
 }  // namespace bagua

@@ -1,5 +1,6 @@
 // NCCL's functions, done by threads: what is given to a stream of a pretended device waits there
-// for the other ranks. Communicators prepare for a while, and floats are all that they reduce.
+// for the other ranks. Communicators prepare for a while, after each group, too, and floats are all
+// that they reduce.
 #pragma once
 
 #include <algorithm>
@@ -32,16 +33,18 @@ struct FakeNcclWorld {
   std::condition_variable changed;
   std::map<int64_t, Round> rounds;
   std::map<std::pair<int, int>, std::deque<std::vector<char>>> letters;  // by from and to
-  bool aborted = false;
 };
 
 }  // namespace bagua
 
 struct bagua::NcclCommunicator {
+  NcclCommunicator(std::shared_ptr<bagua::FakeNcclWorld> world, int rank)
+      : world(std::move(world)), rank(rank) {}
   std::shared_ptr<bagua::FakeNcclWorld> world;
   int rank;
   int64_t round = 0;
   int looks_until_ready = 5;
+  bool aborted = false;        // under the world's mutex
   std::vector<float> factors;  // of operations made with one
 };
 
@@ -66,14 +69,32 @@ class FakeNccl {
         *state = ready ? NcclResult::kSuccess : NcclResult::kInProgress;
         return NcclResult::kSuccess;
       };
+      l.finalize = [](Comm comm) {
+        comm->looks_until_ready = 3;
+        return NcclResult::kInProgress;
+      };
+      l.destroy = [](Comm comm) {
+        if (comm->looks_until_ready > 0) return kInvalidUsage;
+        ++destroyed_;
+        return NcclResult::kSuccess;
+      };
       l.abort = [](Comm comm) {
         std::lock_guard<std::mutex> lock(comm->world->mutex);
-        comm->world->aborted = true;
+        comm->aborted = true;
         comm->world->changed.notify_all();
-        return NcclResult::kSuccess;  // and nobody frees it: work under way may look at it
+        return NcclResult::kSuccess;
       };
-      l.group_start = [] { return NcclResult::kSuccess; };
-      l.group_end = [] { return NcclResult::kSuccess; };
+      l.group_start = [] {
+        ++depth_;
+        return NcclResult::kSuccess;
+      };
+      l.group_end = [] {
+        if (--depth_ > 0) return NcclResult::kSuccess;
+        const bool any = !in_group_.empty();
+        for (const Comm comm : in_group_) comm->looks_until_ready = 2;
+        in_group_.clear();
+        return any ? NcclResult::kInProgress : NcclResult::kSuccess;
+      };
       l.all_reduce = all_reduce;
       l.broadcast = broadcast;
       l.all_gather = all_gather;
@@ -94,20 +115,37 @@ class FakeNccl {
     return all;
   }
   static int calls() { return calls_; }
+  static int destroyed() { return destroyed_; }
+  // Of this thread: groups that have begun and not ended.
+  static int depth() { return depth_; }
+  // The next call that moves something fails.
+  static void fail_next() { fails_ = true; }
 
  private:
   using Comm = NcclLibrary::Comm;
+  static constexpr auto kInvalidArgument = static_cast<NcclResult>(4);
+  static constexpr auto kInvalidUsage = static_cast<NcclResult>(5);
+
+  // What is given to a communicator must be in a group here, and not while it still prepares.
+  static NcclResult enter(Comm comm) {
+    if (depth_ == 0 || comm->looks_until_ready > 0) return kInvalidUsage;
+    if (fails_.exchange(false)) return NcclResult::kRemoteError;
+    in_group_.push_back(comm);
+    return NcclResult::kSuccess;
+  }
 
   static NcclResult init(Comm* comm, int size, NcclId id, int rank, NcclConfig* config) {
     static std::mutex mutex;
     static std::map<int, std::shared_ptr<FakeNcclWorld>> worlds;
-    if (config->magic != 0xcafebeefu || config->blocking != 0) return static_cast<NcclResult>(4);
+    if (config->magic != 0xcafebeefu || config->blocking != 0) return kInvalidArgument;
     int number;
     std::memcpy(&number, id.bytes, sizeof number);
     std::lock_guard<std::mutex> lock(mutex);
     auto& world = worlds[number];
     if (!world) world = std::make_shared<FakeNcclWorld>(size);
-    *comm = new NcclCommunicator{world, rank, 0, 5, {}};
+    static std::vector<std::unique_ptr<NcclCommunicator>> all;  // work under way may look at them
+    all.push_back(std::make_unique<NcclCommunicator>(world, rank));
+    *comm = all.back().get();
     return NcclResult::kInProgress;
   }
 
@@ -127,11 +165,13 @@ class FakeNccl {
   template <class Combine>
   static NcclResult give(const void* in, void* out, size_t from, size_t nbytes, Comm comm,
                          void* stream, Combine combine) {
+    if (const NcclResult refused = enter(comm); refused != NcclResult::kSuccess) return refused;
     const int64_t number = comm->round++;
     const auto world = comm->world;
     const int rank = comm->rank;
     on(stream, [=] {
       std::unique_lock<std::mutex> lock(world->mutex);
+      if (comm->aborted) return;
       auto& round = world->rounds[number];
       round.ins.resize(static_cast<size_t>(world->size));
       round.ins[static_cast<size_t>(rank)] = static_cast<const char*>(in);
@@ -139,7 +179,7 @@ class FakeNccl {
         combine(round.ins, round.result);
         world->changed.notify_all();
       }
-      world->changed.wait(lock, [&] { return round.arrived == world->size || world->aborted; });
+      world->changed.wait(lock, [&] { return round.arrived == world->size || comm->aborted; });
       if (round.arrived == world->size) std::memcpy(out, round.result.data() + from, nbytes);
     });
     return NcclResult::kSuccess;
@@ -166,18 +206,18 @@ class FakeNccl {
 
   static NcclResult all_reduce(const void* in, void* out, size_t count, NcclType type, NcclOp op,
                                Comm comm, void* stream) {
-    if (type != NcclType::kF32) return static_cast<NcclResult>(4);
+    if (type != NcclType::kF32) return kInvalidArgument;
     return give(in, out, 0, count * 4, comm, stream, reducing(count, op, comm));
   }
   static NcclResult reduce(const void* in, void* out, size_t count, NcclType type, NcclOp op,
                            int root, Comm comm, void* stream) {
-    if (type != NcclType::kF32) return static_cast<NcclResult>(4);
+    if (type != NcclType::kF32) return kInvalidArgument;
     const size_t taken = root == comm->rank ? count * 4 : 0;
     return give(in, out, 0, taken, comm, stream, reducing(count, op, comm));
   }
   static NcclResult reduce_scatter(const void* in, void* out, size_t count, NcclType type,
                                    NcclOp op, Comm comm, void* stream) {
-    if (type != NcclType::kF32) return static_cast<NcclResult>(4);
+    if (type != NcclType::kF32) return kInvalidArgument;
     const auto all = count * static_cast<size_t>(comm->world->size);
     return give(in, out, static_cast<size_t>(comm->rank) * count * 4, count * 4, comm, stream,
                 reducing(all, op, comm));
@@ -202,6 +242,7 @@ class FakeNccl {
 
   static NcclResult send(const void* in, size_t count, NcclType type, int to, Comm comm,
                          void* stream) {
+    if (const NcclResult refused = enter(comm); refused != NcclResult::kSuccess) return refused;
     const auto world = comm->world;
     const std::pair<int, int> way = {comm->rank, to};
     const auto* bytes = static_cast<const char*>(in);
@@ -214,12 +255,13 @@ class FakeNccl {
   }
   static NcclResult recv(void* out, size_t count, NcclType type, int from, Comm comm,
                          void* stream) {
+    if (const NcclResult refused = enter(comm); refused != NcclResult::kSuccess) return refused;
     const auto world = comm->world;
     const std::pair<int, int> way = {from, comm->rank};
     on(stream, [=] {
       std::unique_lock<std::mutex> lock(world->mutex);
       auto& letters = world->letters[way];
-      world->changed.wait(lock, [&] { return !letters.empty() || world->aborted; });
+      world->changed.wait(lock, [&] { return !letters.empty() || comm->aborted; });
       if (letters.empty()) return;
       if (letters.front().size() == count * nbytes_of(type))
         std::memcpy(out, letters.front().data(), letters.front().size());
@@ -228,7 +270,10 @@ class FakeNccl {
     return NcclResult::kSuccess;
   }
 
-  static inline std::atomic<int> calls_{0};
+  static inline std::atomic<int> calls_{0}, destroyed_{0};
+  static inline std::atomic<bool> fails_{false};
+  static inline thread_local int depth_ = 0;
+  static inline thread_local std::vector<Comm> in_group_;
 };
 
 }  // namespace bagua

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <vector>
 
+#include "common/clock.h"
 #include "engine/bucket.h"
 #include "engine/fake_nccl.h"
 #include "engine/loopback_world.h"
@@ -44,6 +45,12 @@ struct Gpu {
   PretendDevice device{kWorkUs};
   const Device::Stream stream = device.add_stream();
 };
+
+std::shared_ptr<char> cleared(PretendDevice& device, size_t nbytes) {
+  auto memory = device.allocate(nbytes);
+  device.clear(memory.get(), nbytes, nullptr);
+  return memory;
+}
 
 std::vector<float> all(size_t count, float value) { return std::vector<float>(count, value); }
 
@@ -204,7 +211,7 @@ TEST(NcclExchange, CodesLikeACpu) {
           Description how;
           how.op = ReduceOp::kAverage;
           how.codec = codec;
-          const auto allocate = [&](size_t nbytes) { return gpu.device.allocate(nbytes, nullptr); };
+          const auto allocate = [&](size_t nbytes) { return cleared(gpu.device, nbytes); };
           Bucket there(world.engines[static_cast<size_t>(rank)], "there", DType::kF32,
                        {count - 1, 1}, how, 0, 0, 2, &gpu.device, allocate);
           Bucket here(world.engines[static_cast<size_t>(rank)], "here", DType::kF32, {count - 1, 1},
@@ -292,21 +299,159 @@ TEST(NcclExchange, ARankThatHasJoinedGivesZeros) {
   }
 }
 
+// What is agreed together does not travel together unless it is in one place.
+TEST(NcclExchange, BesideTensorsOfTheHost) {
+  std::vector<Gpu> gpus(2);
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    Gpu& gpu = gpus[static_cast<size_t>(rank)];
+    std::vector<float> there(100), more(100), here(100, 1);
+    std::vector<int32_t> numbers(100, 1);
+    gpu.compute(there, 1);
+    gpu.compute(more, 2);
+    const auto submit = [&](RequestPtr request) {
+      return world[rank].submit(std::move(request), Urgency::kSoon);
+    };
+    const std::vector<HandlePtr> handles = {
+        submit(gpu.ask(allreduce_of("there", there))), submit(allreduce_of("here", here)),
+        submit(gpu.ask(allreduce_of("more", more))), submit(allreduce_of("numbers", numbers))};
+    EXPECT_EQ(gpu.read(world[rank], handles[0], there), all(100, 2));
+    EXPECT_EQ(gpu.read(world[rank], handles[2], more), all(100, 4));
+    finish(world[rank], handles[1]);
+    finish(world[rank], handles[3]);
+    EXPECT_EQ(here, all(100, 2));
+    EXPECT_EQ(numbers, std::vector<int32_t>(100, 2));
+  });
+}
+
+TEST(NcclExchange, OfSomeRanksAndOfOne) {
+  std::vector<Gpu> gpus(3);
+  const int before = FakeNccl::destroyed();
+  {
+    LoopbackWorld world(3);
+    world.run([&](int rank) {
+      Gpu& gpu = gpus[static_cast<size_t>(rank)];
+      std::vector<float> values(1000);
+      const int32_t some = add_set(world[rank], {0, 2});
+      const int32_t one = add_set(world[rank], {1});
+      for (const int32_t set : {some, one}) {
+        if ((set == some) == (rank == 1)) continue;
+        gpu.compute(values, 1);
+        RequestPtr request = gpu.ask(allreduce_of("x", values, ReduceOp::kSum, set));
+        request->description.prescale = 3;
+        EXPECT_EQ(gpu.read(world[rank], world[rank].submit(request, Urgency::kNow), values),
+                  all(1000, set == some ? 6 : 3));
+      }
+      remove_set(world[rank], some);
+    });
+  }
+  EXPECT_EQ(FakeNccl::destroyed() - before, 3) << "all communicators have come to their end";
+}
+
+// The sum is formed in floats, and rounded once: not so by NCCL, where the factor is no power of
+// two.
+TEST(NcclExchange, ShortFloatsAreScaledExactly) {
+  for (const int n : {2, 3}) {
+    EXPECT_EQ(NcclGroup::can_scale(DType::kBF16, {ReduceOp::kAverage, 1}, n), n == 2);
+    EXPECT_EQ(NcclGroup::can_scale(DType::kF16, {ReduceOp::kAverage, 1}, n), n == 2);
+    EXPECT_TRUE(NcclGroup::can_scale(DType::kF32, {ReduceOp::kAverage, 1}, n));
+  }
+  EXPECT_TRUE(NcclGroup::can_scale(DType::kF16, {ReduceOp::kSum, 1}, 3));
+  EXPECT_FALSE(NcclGroup::can_scale(DType::kF16, {ReduceOp::kSum, 0x1p-20}, 3));
+  EXPECT_TRUE(NcclGroup::can_scale(DType::kBF16, {ReduceOp::kSum, 0x1p-20}, 3));
+  EXPECT_FALSE(NcclGroup::can_scale(DType::kF16, {ReduceOp::kSum, 0}, 3));
+}
+
+TEST(NcclExchange, MemoryOfWhatNobodyWaitsForStays) {
+  std::vector<Gpu> gpus(2);
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    Gpu& gpu = gpus[static_cast<size_t>(rank)];
+    std::atomic<bool> go{false};
+    gpu.device.run(gpu.stream, [&] {
+      while (!go) std::this_thread::yield();
+    });
+    auto values = std::make_shared<std::vector<float>>(1000, 1.0f);
+    const std::weak_ptr<std::vector<float>> memory = values;
+    RequestPtr request = gpu.ask(allreduce_of("x", *values));
+    request->keepalive = std::move(values);
+    finish(world[rank], world[rank].submit(std::move(request), Urgency::kWaited));
+    std::vector<float> other(1, 1);
+    call(world[rank], allreduce_of("y", other));  // the engine goes on meanwhile
+    gpu.device.let_go();
+    EXPECT_FALSE(memory.expired());
+    go = true;
+    const double late_s = now_s() + kHangS;
+    while (!memory.expired() && now_s() < late_s) gpu.device.let_go();
+    EXPECT_TRUE(memory.expired());
+  });
+}
+
 TEST(NcclExchange, ADeadPeerEndsWhatIsUnderWay) {
   std::vector<Gpu> gpus(3);
+  std::atomic<bool> go{false};
   LoopbackWorld world(3);
   world.run([&](int rank) {
     Gpu& gpu = gpus[static_cast<size_t>(rank)];
-    std::vector<float> values(1000), other(1000);
+    std::vector<float> values(1000);
+    if (rank == 1)
+      gpu.device.run(gpu.stream, [&] {
+        while (!go) std::this_thread::yield();
+      });
+    const auto handle = world[rank].submit(gpu.ask(allreduce_of("x", values)), Urgency::kWaited);
+    finish(world[rank], handle);
+    EXPECT_TRUE(handle->may_fail());
+    if (rank == 1) {  // before its device has come so far
+      gpu.device.fail();
+      return world.die(rank);
+    }
+    const double late_s = now_s() + kHangS;
+    while (!world[rank].failure() && now_s() < late_s) std::this_thread::yield();
+    ASSERT_TRUE(world[rank].failure());
+    EXPECT_CONTAINS(world[rank].failure()->what, "rank 1");
+    handle->make_follow(gpu.stream);
+    gpu.device.drain(gpu.stream);  // nothing on the device waits for ever
+  });
+  go = true;
+}
+
+TEST(NcclExchange, AnErrorOfNcclLeavesNoGroupOpen) {
+  std::vector<Gpu> gpus(2);
+  LoopbackWorld world(2);
+  FakeNccl::fail_next();
+  world.run([&](int rank) {
+    Gpu& gpu = gpus[static_cast<size_t>(rank)];
+    std::vector<float> values(1000);
+    gpu.compute(values, 1);
+    const std::string text = error_of<PeerError>([&] {
+      for (;;) call(world[rank], gpu.ask(allreduce_of("x", values)));
+    });
+    EXPECT_CONTAINS(text, "a fake error");
+    EXPECT_EQ(FakeNccl::depth(), 0);
+  });
+}
+
+TEST(NcclExchange, ABrokenDeviceIsAnErrorAndNoHang) {
+  std::vector<Gpu> gpus(2);
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    Gpu& gpu = gpus[static_cast<size_t>(rank)];
+    std::vector<float> values(1000);
     gpu.compute(values, 1);
     gpu.read(world[rank], world[rank].submit(gpu.ask(allreduce_of("x", values)), Urgency::kNow),
              values);
-    if (rank == 1) return world.die(rank);
-    EXPECT_CONTAINS(error_of<PeerError>([&] {
-                      for (;;) call(world[rank], gpu.ask(allreduce_of("y", other)));
-                    }),
-                    "rank 1");
-    gpu.device.drain(gpu.stream);  // nothing on the device waits for ever
+    // In the order of submission, so that both have had theirs.
+    std::vector<float> other(1, 1);
+    call(world[rank], allreduce_of("y", other));
+    RequestPtr request = gpu.ask(allreduce_of("x", values));
+    if (rank == 1) gpu.device.fail();
+    std::string text;
+    try {
+      for (int i = 0;; ++i) call(world[rank], i == 0 ? request : allreduce_of("y", other));
+    } catch (const Error& error) {
+      text = error.what();
+    }
+    EXPECT_CONTAINS(text, "broken");
   });
 }
 

@@ -217,7 +217,7 @@ TEST(Staging, MemoryStaysWhileResultsAreOnTheirWay) {
         handle.reset();
         // Soon: the engine may be about to let go.
         const double late_s = now_s() + kHangS;
-        while (!memory.expired() && now_s() < late_s) std::this_thread::yield();
+        while (!memory.expired() && now_s() < late_s) device.let_go();
         EXPECT_TRUE(memory.expired());
       }
     }
