@@ -146,7 +146,12 @@ def _with_empty_tensors(value: Any, tensors: list[torch.Tensor], gpu: torch.devi
     """The reverse, with new tensors to be filled."""
 
     def replace(placeholder: _Placeholder) -> Any:
-        device = None if placeholder.is_cpu else gpu
+        if gpu is None and not placeholder.is_cpu:
+            raise UsageError(
+                "broadcast_optimizer_state: the root's optimizer has state on a GPU, and this "
+                "rank's has its parameters on the CPU"
+            )
+        device = "cpu" if placeholder.is_cpu else gpu
         tensors.append(torch.empty(placeholder.shape, dtype=placeholder.dtype, device=device))
         return tensors[-1]
 

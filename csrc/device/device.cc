@@ -14,6 +14,26 @@ void Device::keep_until(const Mark& mark, std::shared_ptr<void> owner) {
   let_go();
 }
 
+std::shared_ptr<char> Device::lend(size_t nbytes) {
+  std::shared_ptr<char> memory;
+  size_t has_nbytes = nbytes;
+  {
+    std::lock_guard<std::mutex> lock(lending_);
+    const auto found = spare_.lower_bound(nbytes);
+    if (found != spare_.end() && found->first <= 2 * nbytes) {
+      has_nbytes = found->first;
+      memory = std::move(found->second);
+      spare_.erase(found);
+    }
+  }
+  if (!memory) memory = allocate(nbytes);
+  char* data = memory.get();
+  return {data, [this, memory = std::move(memory), has_nbytes](char*) mutable {
+            std::lock_guard<std::mutex> lock(lending_);
+            spare_.emplace(has_nbytes, std::move(memory));
+          }};
+}
+
 void Device::let_go() {
   std::vector<KeptUntil> done;  // outlives the lock
   const std::lock_guard<std::mutex> lock(keeping_);

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -43,6 +44,9 @@ class Device {
 
   // Memory of the device. Letting go of it may wait for all that the device does.
   virtual std::shared_ptr<char> allocate(size_t nbytes) = 0;
+  // The same for the engine itself, which lets go of it when nothing is done with it any more: it
+  // is kept for the next time, without waiting.
+  std::shared_ptr<char> lend(size_t nbytes);
   virtual void clear(char* memory, size_t nbytes, Stream stream) = 0;
   // NCCL for this kind of device, see find_nccl; null, and why, if there is none.
   virtual const NcclLibrary* nccl(const std::string& path, std::string& why_not) = 0;
@@ -60,6 +64,8 @@ class Device {
     Mark mark;
     std::shared_ptr<void> owner;
   };
+  std::mutex lending_;
+  std::multimap<size_t, std::shared_ptr<char>> spare_;  // by size
   std::mutex keeping_;
   std::vector<KeptUntil> kept_;
 };

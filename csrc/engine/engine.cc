@@ -209,7 +209,7 @@ void Engine::coordinate() {
     const bool through = stopping && try_stop();
     const bool watchful = anything_open() || on_device() || stopping ||
                           (ledger_ && (ledger_->any_open() || liveness_.asked(now_s())));
-    doze_us = watchful ? (stopping && nccl_ ? kEndUs : kTickUs) : -1;
+    doze_us = watchful ? (stopping && !stopping_now_ && nccl_ ? kEndUs : kTickUs) : -1;
     lock.lock();
     driven_ = false;
     stopped_ = through;

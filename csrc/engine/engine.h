@@ -175,10 +175,12 @@ class Engine {
   std::unique_ptr<Ledger> ledger_;  // rank 0 only
   Liveness liveness_;
   Patience patience_;  // of a caller that drives, until something is agreed
+  double stopping_since_s_ = 0;
   double heard_s_ = 0;
   std::unique_ptr<Waiter> waiter_;
   std::unique_ptr<Scratch> scratch_;
   std::unique_ptr<Staging> staging_;  // of the process's device
+  Device* device_ = nullptr;          // on which this rank has had tensors
   std::unique_ptr<NcclExchange> nccl_;
   std::unique_ptr<Crew> crew_;  // while a caller waits, this rank's other cores are idle
   std::map<int32_t, Set> sets_;

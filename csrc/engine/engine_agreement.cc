@@ -22,7 +22,10 @@ bool Engine::take_submissions() {
     submitted_nbytes_ = 0;
     urgent_ = false;
   }
-  for (const RequestPtr& request : taken_) report(sets_.at(request->set), request);
+  for (const RequestPtr& request : taken_) {
+    if (request->device) device_ = request->device;
+    report(sets_.at(request->set), request);
+  }
   taken_.clear();
   send_reports();
   return true;

@@ -72,13 +72,12 @@ void Engine::exchange(int32_t id, const Set& set, const std::vector<RequestPtr>&
 NcclExchange* Engine::nccl_for(int32_t id, const std::vector<RequestPtr>& requests, Group& group,
                                const Workbench& bench) {
   if (!config_.nccl || !NcclExchange::fits(requests[0]->description)) return nullptr;
-  Device* device = requests[0]->device;  // none where a rank has joined
-  if (!nccl_ || (device && !nccl_->device())) {
+  if (!nccl_ || (device_ && !nccl_->device())) {
     std::string why_not;
-    const NcclLibrary* library = device ? device->nccl(config_.nccl_path, why_not) : nullptr;
+    const NcclLibrary* library = device_ ? device_->nccl(config_.nccl_path, why_not) : nullptr;
     const auto tell = [this](const std::string& text) { log_.write(LogLevel::kInfo, text); };
     if (!why_not.empty()) tell(why_not);
-    nccl_ = std::make_unique<NcclExchange>(library, device, config_.nccl_shares_gpu, tell);
+    nccl_ = std::make_unique<NcclExchange>(library, device_, config_.nccl_shares_gpu, tell);
   }
   const auto tell_all = [&](const std::vector<int64_t>& mine) {
     return exchange_counts(OpKind::kAllgather, mine, static_cast<int64_t>(mine.size()), group,
@@ -123,16 +122,17 @@ RequestPtr Engine::stand_in(const Set& set, const Entry& entry) {
   request->description = d;
   auto memories = std::make_shared<std::vector<std::shared_ptr<char>>>();
   const auto zeros = [&](size_t nbytes) {
-    const auto memory = request->device ? nccl_->allocate(nbytes) : allocate_lines(nbytes);
-    if (request->device) {
-      request->starts = {nccl_->clear(memory.get(), nbytes)};
+    Device* device = request->device;
+    const auto memory = device ? device->lend(nbytes) : allocate_lines(nbytes);
+    if (device) {
+      device->clear(memory.get(), nbytes, /*stream=*/nullptr);
     } else {
       std::memset(memory.get(), 0, nbytes);
     }
     memories->push_back(memory);
     return memory.get();
   };
-  if (d.on_device && nccl_) request->device = nccl_->device();
+  if (d.on_device) request->device = device_;  // where this rank's own tensors are, if it had any
   for (const TensorInfo& tensor : tensors_of(d)) {
     const auto nbytes =
         static_cast<size_t>(std::max<int64_t>(tensor.count(), 0)) * dtype_nbytes(tensor.dtype);
@@ -142,6 +142,7 @@ RequestPtr Engine::stand_in(const Set& set, const Entry& entry) {
     request->parts.push_back({in, out, request->device != nullptr});
     if (d.kind == OpKind::kAllgather || d.kind == OpKind::kAlltoall) request->rows.push_back(0);
   }
+  if (request->device) request->starts = {request->device->mark(nullptr)};
   request->splits.assign(set.ranks.size(), 0);
   request->keepalive = memories;
   ++open_count_;

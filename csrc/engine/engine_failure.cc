@@ -9,7 +9,8 @@
 namespace bagua {
 namespace {
 
-constexpr double kVerdictS = 1;  // after a transport's error: time for rank 0 to say who died
+constexpr double kLastWorkS = 30;  // that devices still do for others when this rank leaves
+constexpr double kVerdictS = 1;    // after a transport's error: time for rank 0 to say who died
 
 std::string seconds(double s) { return std::to_string(static_cast<int>(s + 0.5)) + " s"; }
 
@@ -232,16 +233,18 @@ void Engine::fail_everything(const FailurePtr& failure) {
   decisions_.clear();
 }
 
-// Lets NCCL end well, while somebody still looks after it: other ranks may wait for what it sends.
+// Whether devices have done what they were given, which other ranks may wait for. Then NCCL's own
+// threads send what they still have.
 bool Engine::finish_on_devices() {
-  if (!nccl_ || anything_open()) return true;
+  if (!nccl_) return true;
+  if (stopping_since_s_ == 0) stopping_since_s_ = now_s();
+  if (nccl_->under_way() && now_s() - stopping_since_s_ < kLastWorkS) return false;
   try {
-    return nccl_->finish();
+    if (!anything_open() && !nccl_->under_way()) nccl_->finish();
   } catch (const std::exception& error) {
     log_.write(LogLevel::kWarning, std::string("while stopping: ") + error.what());
-    nccl_->abort();
-    return true;
   }
+  return true;
 }
 
 // One step of stopping; true when nothing is left to do. Called by the coordination thread. What

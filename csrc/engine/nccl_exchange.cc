@@ -1,9 +1,12 @@
 #include "engine/nccl_exchange.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 #include <utility>
 
+#include "common/clock.h"
 #include "engine/nccl_coded.h"
 
 namespace bagua {
@@ -38,6 +41,7 @@ std::string obstacle(const std::vector<Card>& cards) {
 }
 
 constexpr int kFirstThatShares = 23000;
+constexpr double kEndS = 2;
 
 bool is_linear(ReduceOp op) { return op == ReduceOp::kSum || op == ReduceOp::kAverage; }
 
@@ -58,8 +62,18 @@ NcclExchange::NcclExchange(const NcclLibrary* library, Device* device, bool shar
       tell_(std::move(tell)),
       stream_(device ? device->add_stream() : nullptr) {}
 
-// Unless it has ended something is wrong.
-NcclExchange::~NcclExchange() { abort(); }
+// What other ranks still are to get from NCCL's threads gets a moment. Destroying a communicator
+// could wait for other ranks for ever, so none is.
+NcclExchange::~NcclExchange() {
+  const double until_s = now_s() + kEndS;
+  try {
+    for (auto& group : ending_)
+      while (!group->has_ended() && now_s() < until_s)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  } catch (const std::exception&) {  // nobody is there to be told
+  }
+  abort();
+}
 
 bool NcclExchange::fits(const Description& d) {
   if (!d.on_device || !d.peers.empty()) return false;
@@ -134,13 +148,8 @@ bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, G
 }
 
 char* NcclExchange::borrow(size_t nbytes) {
-  borrowed_.push_back(allocate(nbytes));
+  borrowed_.push_back(device_->lend(nbytes));
   return borrowed_.back().get();
-}
-
-Device::Mark NcclExchange::clear(char* memory, size_t nbytes) {
-  device_->clear(memory, nbytes, stream_);
-  return device_->mark(stream_);
 }
 
 char* NcclExchange::memory(Scratch::Lane lane, size_t nbytes) {
@@ -148,7 +157,7 @@ char* NcclExchange::memory(Scratch::Lane lane, size_t nbytes) {
   if (memory.nbytes < nbytes) {
     borrowed_.push_back(std::move(memory.data));  // it may still be in use
     const size_t more = std::max(nbytes, 2 * memory.nbytes);
-    memory = {allocate(more), more};
+    memory = {device_->lend(more), more};
   }
   return memory.data.get();
 }
@@ -201,7 +210,7 @@ void NcclExchange::abort() noexcept {
     if (group) group->abort();
   for (auto& group : ending_) group->abort();
   try {
-    if (last_) device_->drain(stream_);
+    if (device_) device_->drain(stream_);
   } catch (const std::exception&) {  // it is broken, and writes no more
   }
   last_ = nullptr;
@@ -210,17 +219,15 @@ void NcclExchange::abort() noexcept {
 void NcclExchange::forget(int32_t set) {
   const auto found = groups_.find(set);
   if (found == groups_.end()) return;
-  if (found->second) ending_.push_back(std::move(found->second));
+  if (found->second) {
+    ending_.push_back(std::move(found->second));
+    ending_.back()->end();
+  }
   groups_.erase(found);
-  for (auto& group : ending_) group->end();
 }
 
-bool NcclExchange::finish() {
-  if (under_way()) return false;
+void NcclExchange::finish() {
   while (!groups_.empty()) forget(groups_.begin()->first);
-  const auto through = [](const std::unique_ptr<NcclGroup>& group) { return group->end(); };
-  ending_.erase(std::remove_if(ending_.begin(), ending_.end(), through), ending_.end());
-  return ending_.empty();
 }
 
 }  // namespace bagua

@@ -40,8 +40,6 @@ class NcclExchange {
   // Memory that stays as long as the exchange needs it.
   char* borrow(size_t nbytes);
   void copy(char* to, const char* from, size_t nbytes) { device_->copy(to, from, nbytes, stream_); }
-  // The zeros are there from the mark on.
-  Device::Mark clear(char* memory, size_t nbytes);
 
   // Whether something is still under way on the device.
   bool under_way() const noexcept;
@@ -51,8 +49,8 @@ class NcclExchange {
   void abort() noexcept;
   // A process set is gone.
   void forget(int32_t set);
-  // Lets what is under way come to its end; true when it has.
-  bool finish();
+  // Nothing comes any more. What was given must be done.
+  void finish();
   Device* device() const { return device_; }
 
  private:
@@ -66,7 +64,7 @@ class NcclExchange {
   const Tell tell_;
   const Device::Stream stream_;
   std::map<int32_t, std::unique_ptr<NcclGroup>> groups_;  // by set; null where it cannot be
-  std::vector<std::unique_ptr<NcclGroup>> ending_;        // of sets that are gone
+  std::vector<std::unique_ptr<NcclGroup>> ending_;        // that nobody gives anything to
   Device::Mark last_;
   std::vector<std::shared_ptr<char>> borrowed_;  // for the exchange at hand
   struct Memory {

@@ -7,6 +7,8 @@ namespace bagua {
 // Nobody has waited for it, and memory of the device must not go while it is written to.
 Handle::~Handle() {
   if (keepalive_) device_->keep_until(end_, std::move(keepalive_));
+  for (Output& output : outputs)
+    if (output.on_device && output.data) device_->keep_until(end_, std::move(output.data));
 }
 
 namespace {

@@ -94,15 +94,14 @@ void NcclGroup::abort() {
   if (auto* comm = std::exchange(comm_, nullptr)) library_.abort(comm);
 }
 
-bool NcclGroup::end() {
-  if (!comm_) return true;
+void NcclGroup::end() {
+  if (comm_ && !std::exchange(ending_, true)) expect(library_.finalize(comm_), "ncclCommFinalize");
+}
+
+bool NcclGroup::has_ended() {
   NcclResult state = NcclResult::kSuccess;
-  if (!std::exchange(ending_, true)) expect(library_.finalize(comm_), "ncclCommFinalize");
-  expect(library_.get_async_error(comm_, &state), "ncclCommGetAsyncError");
-  expect(state, "ncclCommFinalize");
-  if (state == NcclResult::kInProgress) return false;
-  expect(library_.destroy(std::exchange(comm_, nullptr)), "ncclCommDestroy");
-  return true;
+  if (comm_ && ending_) expect(library_.get_async_error(comm_, &state), "ncclCommGetAsyncError");
+  return state != NcclResult::kInProgress;
 }
 
 void NcclGroup::expect(NcclResult result, const char* what) {

@@ -35,8 +35,10 @@ class NcclGroup {
   ~NcclGroup() { abort(); }
   NcclGroup(const NcclGroup&) = delete;
   void abort();
-  // Lets what is under way come to its end; true when it has, and nothing can be given any more.
-  bool end();
+  // Nothing comes any more: what NCCL's own threads still have to send, they do; true when they
+  // have.
+  void end();
+  bool has_ended();
 
   // Throws a PeerError if NCCL has noticed that a rank, or the way to it, is gone.
   void check();

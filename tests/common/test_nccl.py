@@ -15,7 +15,6 @@ FUNCTIONS = [
     "CommInitRankConfig",
     "CommGetAsyncError",
     "CommFinalize",
-    "CommDestroy",
     "CommAbort",
     "GroupStart",
     "GroupEnd",

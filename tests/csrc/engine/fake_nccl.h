@@ -71,12 +71,8 @@ class FakeNccl {
       };
       l.finalize = [](Comm comm) {
         comm->looks_until_ready = 3;
+        ++finalized_;
         return NcclResult::kInProgress;
-      };
-      l.destroy = [](Comm comm) {
-        if (comm->looks_until_ready > 0) return kInvalidUsage;
-        ++destroyed_;
-        return NcclResult::kSuccess;
       };
       l.abort = [](Comm comm) {
         std::lock_guard<std::mutex> lock(comm->world->mutex);
@@ -115,7 +111,7 @@ class FakeNccl {
     return all;
   }
   static int calls() { return calls_; }
-  static int destroyed() { return destroyed_; }
+  static int finalized() { return finalized_; }
   // Of this thread: groups that have begun and not ended.
   static int depth() { return depth_; }
   // The next call that moves something fails.
@@ -270,7 +266,7 @@ class FakeNccl {
     return NcclResult::kSuccess;
   }
 
-  static inline std::atomic<int> calls_{0}, destroyed_{0};
+  static inline std::atomic<int> calls_{0}, finalized_{0};
   static inline std::atomic<bool> fails_{false};
   static inline thread_local int depth_ = 0;
   static inline thread_local std::vector<Comm> in_group_;

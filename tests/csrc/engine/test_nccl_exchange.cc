@@ -326,7 +326,7 @@ TEST(NcclExchange, BesideTensorsOfTheHost) {
 
 TEST(NcclExchange, OfSomeRanksAndOfOne) {
   std::vector<Gpu> gpus(3);
-  const int before = FakeNccl::destroyed();
+  const int before = FakeNccl::finalized();
   {
     LoopbackWorld world(3);
     world.run([&](int rank) {
@@ -345,7 +345,7 @@ TEST(NcclExchange, OfSomeRanksAndOfOne) {
       remove_set(world[rank], some);
     });
   }
-  EXPECT_EQ(FakeNccl::destroyed() - before, 3) << "all communicators have come to their end";
+  EXPECT_EQ(FakeNccl::finalized() - before, 3) << "all communicators have come to their end";
 }
 
 // The sum is formed in floats, and rounded once: not so by NCCL, where the factor is no power of
@@ -384,6 +384,41 @@ TEST(NcclExchange, MemoryOfWhatNobodyWaitsForStays) {
     const double late_s = now_s() + kHangS;
     while (!memory.expired() && now_s() < late_s) gpu.device.let_go();
     EXPECT_TRUE(memory.expired());
+  });
+}
+
+// It may have had its first tensor on a device in the decision in which it has joined.
+TEST(NcclExchange, ARankThatJoinsAtOnce) {
+  std::vector<Gpu> gpus(2);
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    Gpu& gpu = gpus[static_cast<size_t>(rank)];
+    std::vector<float> x(1000), a(1000);
+    gpu.compute(x, 1);
+    gpu.compute(a, 1);
+    const auto first = world[rank].submit(gpu.ask(allreduce_of("x", x)), Urgency::kSoon);
+    if (rank == 0) {
+      const auto second = world[rank].submit(gpu.ask(allreduce_of("a", a)), Urgency::kSoon);
+      EXPECT_EQ(gpu.read(world[rank], second, a), all(1000, 1));
+    }
+    EXPECT_EQ(join(world[rank]), 0);
+    EXPECT_EQ(gpu.read(world[rank], first, x), all(1000, 2));
+  });
+}
+
+TEST(NcclExchange, AResultThatNobodyWantsMayStillCome) {
+  std::vector<Gpu> gpus(2);
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    Gpu& gpu = gpus[static_cast<size_t>(rank)];
+    std::vector<float> given(1000);
+    for (int i = 0; i < 20; ++i) {
+      gpu.compute(given, 1);
+      RequestPtr gather = request_of(OpKind::kAllgather, "gather");
+      add_vector(*gather, given, 10);
+      finish(world[rank], world[rank].submit(gpu.ask(gather), Urgency::kNow));
+      gpu.device.drain(gpu.stream);
+    }
   });
 }
 
