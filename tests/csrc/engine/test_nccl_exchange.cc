@@ -411,13 +411,14 @@ TEST(NcclExchange, AResultThatNobodyWantsMayStillCome) {
   LoopbackWorld world(2);
   world.run([&](int rank) {
     Gpu& gpu = gpus[static_cast<size_t>(rank)];
-    std::vector<float> given(1000);
     for (int i = 0; i < 20; ++i) {
-      gpu.compute(given, 1);
+      auto given = std::make_shared<std::vector<float>>(1000);
+      gpu.compute(*given, 1);
       RequestPtr gather = request_of(OpKind::kAllgather, "gather");
-      add_vector(*gather, given, 10);
+      add_vector(*gather, *given, 10);
+      gather->keepalive = std::move(given);
       finish(world[rank], world[rank].submit(gpu.ask(gather), Urgency::kNow));
-      gpu.device.drain(gpu.stream);
+      gather.reset();
     }
   });
 }
