@@ -52,20 +52,19 @@ void allreduce_coded(const OnDevice& on, const Job& job) {
   auto* data = reinterpret_cast<float*>(all.out);
   const bool half = job.dtype != DType::kF32;
   if (half) {
-    data = reinterpret_cast<float*>(
-        on.memory(Scratch::kWide, static_cast<size_t>(all.count) * sizeof(float)));
+    data = reinterpret_cast<float*>(on.borrow(static_cast<size_t>(all.count) * sizeof(float)));
     gpu_decode(parse_coding(half_codec(job.dtype)), all.in, all.count, data, on.device, on.stream);
   } else if (all.in != all.out) {
     on.device.copy(all.out, all.in, static_cast<size_t>(all.count) * sizeof(float), on.stream);
   }
 
-  char* said = on.memory(Scratch::kWire, static_cast<size_t>(parts.total_nbytes));
-  char* heard = on.memory(Scratch::kReceive, static_cast<size_t>(mine * on.size));
+  char* said = on.borrow(static_cast<size_t>(parts.total_nbytes));
+  char* heard = on.borrow(static_cast<size_t>(mine * on.size));
   gpu_encode(coding, data, job.kept[0], all.count, said, on.device, on.stream);
   on.nccl.alltoall(said, heard, parts.nbytes, std::vector<int64_t>(parts.nbytes.size(), mine),
                    DType::kU8);
 
-  char* result = on.memory(Scratch::kShare, static_cast<size_t>(parts.total_nbytes));
+  char* result = on.borrow(static_cast<size_t>(parts.total_nbytes));
   float* lost = job.kept[1] ? job.kept[1] + parts.begins[me] : nullptr;
   gpu_add_up(coding, {heard, mine, on.size}, job.finish, lost, parts.counts[me],
              result + parts.at[me], data + parts.begins[me], on.device, on.stream);

@@ -15,8 +15,7 @@ struct OnDevice {
   Device& device;
   Device::Stream stream;
   int size, me;
-  // Memory of the device, for the exchange at hand; each use has a lane of its own.
-  std::function<char*(Scratch::Lane, size_t)> memory;
+  std::function<char*(size_t)> borrow;  // memory of the device, for the exchange at hand
 };
 
 // Whether it can be done: a matter of the codec and the elements.

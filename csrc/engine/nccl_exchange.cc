@@ -152,21 +152,11 @@ char* NcclExchange::borrow(size_t nbytes) {
   return borrowed_.back().get();
 }
 
-char* NcclExchange::memory(Scratch::Lane lane, size_t nbytes) {
-  Memory& memory = memories_[lane];
-  if (memory.nbytes < nbytes) {
-    borrowed_.push_back(std::move(memory.data));  // it may still be in use
-    const size_t more = std::max(nbytes, 2 * memory.nbytes);
-    memory = {device_->lend(more), more};
-  }
-  return memory.data.get();
-}
-
 void NcclExchange::run(OpKind kind, const Job& job) {
   const NcclGroup::How how = {job.op, job.finish.factor};
   if (is_coded(!job.coding, job.exact_in_nodes))
     return allreduce_coded({*nccl_, *device_, stream_, group_->size(), group_->me(),
-                            [this](Scratch::Lane lane, size_t n) { return memory(lane, n); }},
+                            [this](size_t nbytes) { return borrow(nbytes); }},
                            job);
   switch (kind) {
     case OpKind::kAllreduce:

@@ -56,7 +56,6 @@ class NcclExchange {
  private:
   void agree(int32_t set, const TellAll& tell_all);
   bool is_coded(bool is_plain, bool exact_in_nodes) const;
-  char* memory(Scratch::Lane lane, size_t nbytes);
 
   const NcclLibrary* const library_;
   Device* const device_;
@@ -67,11 +66,6 @@ class NcclExchange {
   std::vector<std::unique_ptr<NcclGroup>> ending_;        // that nobody gives anything to
   Device::Mark last_;
   std::vector<std::shared_ptr<char>> borrowed_;  // for the exchange at hand
-  struct Memory {
-    std::shared_ptr<char> data;
-    size_t nbytes = 0;
-  };
-  Memory memories_[Scratch::kLaneCount];  // by use
 
   // Of the exchange at hand.
   Group* group_ = nullptr;
