@@ -63,8 +63,7 @@ def broadcast_parameters(
         _, tensor = item
         if isinstance(tensor, torch.Tensor):
             distinct.setdefault(_memory_of(tensor), tensor)
-    if distinct:
-        ops.grouped_broadcast_(list(distinct.values()), root_rank, process_set=process_set)
+    _broadcast(list(distinct.values()), root_rank, process_set)
 
 
 def broadcast_optimizer_state(
@@ -91,13 +90,17 @@ def broadcast_optimizer_state(
     skeleton = broadcast_object(skeleton, root_rank, process_set=process_set)
     if not is_root:
         skeleton = _with_empty_tensors(skeleton, tensors, _gpu_of(optimizer))
+    _broadcast(tensors, root_rank, process_set)
+    if not is_root:
+        optimizer.load_state_dict(skeleton)
+        _keep_dtypes(optimizer, skeleton)
+
+
+def _broadcast(tensors: list[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:
     # Those on a GPU apart, so that they can stay there.
     for is_cpu in (True, False):
         if alike := [tensor for tensor in tensors if tensor.is_cpu == is_cpu]:
             ops.grouped_broadcast_(alike, root_rank, process_set=process_set)
-    if not is_root:
-        optimizer.load_state_dict(skeleton)
-        _keep_dtypes(optimizer, skeleton)
 
 
 def _memory_of(tensor: torch.Tensor) -> Any:

@@ -16,7 +16,7 @@ bool is_adasum(const Job& job) { return job.op == ReduceOp::kAdasum; }
 // Through a codec or not.
 bool adds(const Job& job) { return !is_adasum(job); }
 bool is_plain(const Job& job) { return !job.coding && job.peers.all(); }
-bool is_linear(const Job& job) { return adds(job) && is_plain(job); }
+bool is_elementwise(const Job& job) { return adds(job) && is_plain(job); }
 bool on_one_node(const Job& job) { return job.group.node() != nullptr; }
 bool exact_here(const Job& job) {
   return adds(job) && on_one_node(job) && (is_plain(job) || job.exact_in_nodes);
@@ -25,7 +25,7 @@ bool exact_here(const Job& job) {
 // nothing is divided or scaled at the end: a sum that wraps around comes out the same.
 bool ring_can(const Job& job) {
   const bool whole = !is_float(job.dtype) && !is_complex(job.dtype);
-  return is_linear(job) && job.group.size() > 1 && job.dtype != DType::kF16 &&
+  return is_elementwise(job) && job.group.size() > 1 && job.dtype != DType::kF16 &&
          job.dtype != DType::kBF16 && (!whole || job.finish.identity());
 }
 bool ring_fits(const Job& job) {
@@ -44,8 +44,8 @@ bool hierarchical_fits(const Job& job) {
          job.group.on_shared_nodes();
 }
 bool compressed_can(const Job& job) {
-  return job.coding && job.peers.all() && job.group.size() > 1 &&
-         (job.op == ReduceOp::kSum || job.op == ReduceOp::kAverage) && float_like(job.dtype);
+  return job.coding && job.peers.all() && job.group.size() > 1 && is_linear(job.op) &&
+         float_like(job.dtype);
 }
 bool sparse_can(const Job& job) { return compressed_can(job) && job.coding->codec->sparse; }
 bool neighbors_can(const Job& job) {
@@ -56,7 +56,7 @@ bool mirrored_can(const Job& job) {
          job.dtype == DType::kF32 && job.group.size() > 1;
 }
 bool gather_fits(const Job& job) {
-  return is_linear(job) &&
+  return is_elementwise(job) &&
          job.nbytes() * static_cast<size_t>(job.group.size() - 1) <= kGatherNbytes;
 }
 
@@ -71,10 +71,10 @@ const std::vector<Collective>& collectives() {
       {"compressed", OpKind::kAllreduce, compressed_can, compressed_can, compressed, true},
       {"neighbors", OpKind::kAllreduce, neighbors_can, neighbors_can, neighbors, true},
       {"mirrored", OpKind::kAllreduce, mirrored_can, mirrored_can, mirrored, true},
-      {"gather_reduce", OpKind::kAllreduce, gather_fits, is_linear, gather_reduce},
+      {"gather_reduce", OpKind::kAllreduce, gather_fits, is_elementwise, gather_reduce},
       {"ring", OpKind::kAllreduce, ring_fits, ring_can, ring},
       {"halving", OpKind::kAllreduce, halving_fits, ring_can, halving},
-      {"scatter_reduce", OpKind::kAllreduce, is_linear, is_linear, scatter_reduce, true},
+      {"scatter_reduce", OpKind::kAllreduce, is_elementwise, is_elementwise, scatter_reduce, true},
       {"shared_broadcast", OpKind::kBroadcast, on_one_node, on_one_node, shared_broadcast},
       {"broadcast", OpKind::kBroadcast, always, always, broadcast},
       {"shared_allgather", OpKind::kAllgather, on_one_node, on_one_node, shared_allgather},

@@ -139,7 +139,7 @@ class Engine {
   // engine_exchange.cc
   void run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed,
                   std::vector<Entry>& forgotten);
-  void exchange(int32_t id, const Set& set, const std::vector<RequestPtr>& requests);
+  void exchange(int32_t id, const std::vector<RequestPtr>& requests);
   Staging* staging_for(const std::vector<RequestPtr>& requests);
   NcclExchange* nccl_for(int32_t id, const std::vector<RequestPtr>& requests, Group& group,
                          const Workbench& bench);

@@ -32,12 +32,13 @@ void Engine::run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed,
   for (const auto& group : schedule(candidates, config_.fusion_nbytes)) {
     std::vector<RequestPtr> together;
     for (const int i : group) together.push_back(requests[static_cast<size_t>(i)]);
-    exchange(id, set, together);
+    exchange(id, together);
   }
   exchanging_.clear();
 }
 
-void Engine::exchange(int32_t id, const Set& set, const std::vector<RequestPtr>& requests) {
+void Engine::exchange(int32_t id, const std::vector<RequestPtr>& requests) {
+  const Set& set = sets_.at(id);
   Group group(*transport_, *waiter_, set.ranks, set.me);
   run_special(*requests[0]);
   Workbench bench{*scratch_,
@@ -71,7 +72,7 @@ void Engine::exchange(int32_t id, const Set& set, const std::vector<RequestPtr>&
 // Null if it cannot be, or they are in the host's memory.
 NcclExchange* Engine::nccl_for(int32_t id, const std::vector<RequestPtr>& requests, Group& group,
                                const Workbench& bench) {
-  if (!config_.nccl || !NcclExchange::fits(requests[0]->description)) return nullptr;
+  if (!config_.nccl || !requests[0]->description.on_device) return nullptr;
   if (!nccl_ || (device_ && !nccl_->device())) {
     std::string why_not;
     const NcclLibrary* library = device_ ? device_->nccl(config_.nccl_path, why_not) : nullptr;

@@ -190,8 +190,6 @@ void scale_all(Job& job, double factor) {
   }
 }
 
-bool is_linear(ReduceOp op) { return op == ReduceOp::kSum || op == ReduceOp::kAverage; }
-
 // Sums may be scaled once, at the end and before rounding; other reductions are prescaled first.
 Finish finish_of(const Description& d, int nranks) {
   Finish finish;

@@ -43,9 +43,19 @@ std::string obstacle(const std::vector<Card>& cards) {
 constexpr int kFirstThatShares = 23000;
 constexpr double kEndS = 2;
 
-bool is_linear(ReduceOp op) { return op == ReduceOp::kSum || op == ReduceOp::kAverage; }
-
-double factor_of(const Description& d) { return is_linear(d.op) ? d.prescale * d.postscale : 1; }
+// Whether NCCL would do it, whoever asks: a matter of the description alone.
+bool fits(const Description& d) {
+  if (!d.on_device || !d.peers.empty()) return false;
+  const bool reduces = d.kind == OpKind::kAllreduce || d.kind == OpKind::kReducescatter;
+  const bool scales = reduces && (d.prescale != 1 || d.postscale != 1);
+  bool all = true;
+  for_each_tensor(d, [&](DType dtype, const int64_t*, size_t) {
+    all = all && (reduces ? NcclGroup::can_reduce(dtype, d.op) : NcclGroup::can_move(dtype));
+    all = all && (d.codec.empty() || (is_linear(d.op) && can_code_on_device(d.codec, dtype)));
+    all = all && (!scales || (is_float(dtype) && is_linear(d.op)));
+  });
+  return all;
+}
 
 std::vector<NcclGroup::Piece> pieces_of(const Job& job) {
   std::vector<NcclGroup::Piece> pieces;
@@ -73,19 +83,6 @@ NcclExchange::~NcclExchange() {
   } catch (const std::exception&) {  // nobody is there to be told
   }
   abort();
-}
-
-bool NcclExchange::fits(const Description& d) {
-  if (!d.on_device || !d.peers.empty()) return false;
-  const bool reduces = d.kind == OpKind::kAllreduce || d.kind == OpKind::kReducescatter;
-  const bool scales = reduces && (d.prescale != 1 || d.postscale != 1);
-  bool all = true;
-  for_each_tensor(d, [&](DType dtype, const int64_t*, size_t) {
-    all = all && (reduces ? NcclGroup::can_reduce(dtype, d.op) : NcclGroup::can_move(dtype));
-    all = all && (d.codec.empty() || (is_linear(d.op) && can_code_on_device(d.codec, dtype)));
-    all = all && (!scales || (is_float(dtype) && is_linear(d.op)));
-  });
-  return all;
 }
 
 // Everybody tells what it has, and all come to the same conclusion.
@@ -133,7 +130,8 @@ bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, G
       return false;  // exact inside the nodes only
     bool scales = true;
     for_each_tensor(d, [&](DType dtype, const int64_t*, size_t) {
-      scales = scales && NcclGroup::can_scale(dtype, {d.op, factor_of(d)}, group.size());
+      scales =
+          scales && NcclGroup::can_scale(dtype, {d.op, d.prescale * d.postscale}, group.size());
     });
     if (!coded && !scales) return false;
   }

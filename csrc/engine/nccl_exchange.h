@@ -26,8 +26,6 @@ class NcclExchange {
   NcclExchange(const NcclLibrary* library, Device* device, bool shares, Tell tell);
   ~NcclExchange();
 
-  // Whether NCCL would do it, whoever asks: a matter of the description alone.
-  static bool fits(const Description& description);
   // Whether these go by NCCL, which all ranks decide alike: those of the set find out together, the
   // first time, whether they can use it. If so what is run from now on is of these requests.
   bool begin(int32_t set, const std::vector<RequestPtr>& requests, Group& group,

@@ -56,6 +56,7 @@ void Staging::begin(const std::vector<RequestPtr>& requests, Group& group, bool 
   std::vector<Need> needs;
   // What is kept from time to time comes first: where values are, it is, too.
   for (const RequestPtr& request : requests_) {
+    if (!request->kept[0]) continue;
     int64_t count = 0;
     for (const TensorInfo& tensor : tensors_of(request->description)) count += tensor.count();
     const size_t nbytes = static_cast<size_t>(count) * sizeof(float);

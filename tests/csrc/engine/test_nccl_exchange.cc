@@ -9,42 +9,10 @@
 
 #include "common/clock.h"
 #include "engine/bucket.h"
-#include "engine/fake_nccl.h"
-#include "engine/loopback_world.h"
+#include "engine/program.h"
 
 namespace bagua {
 namespace {
-
-constexpr int kWorkUs = 500;
-
-// A rank with a device, and the stream of its program.
-struct Gpu {
-  explicit Gpu(bool has_nccl = true) {
-    if (has_nccl) device.use_nccl(&FakeNccl::library());
-  }
-  // Values that the device will have computed.
-  void compute(std::vector<float>& values, float value) {
-    std::fill(values.begin(), values.end(), -1e30f);
-    device.run(stream, [&values, value] { std::fill(values.begin(), values.end(), value); });
-  }
-  RequestPtr ask(RequestPtr request) {
-    request->device = &device;
-    request->description.on_device = true;
-    for (Part& part : request->parts) part.on_device = true;
-    request->starts = {device.mark(stream)};
-    return request;
-  }
-  std::vector<float> read(Engine& engine, const HandlePtr& handle, std::vector<float>& values) {
-    finish(engine, handle);
-    handle->make_follow(stream);
-    std::vector<float> seen;
-    device.run(stream, [&] { seen = values; });
-    device.drain(stream);
-    return seen;
-  }
-  PretendDevice device{kWorkUs};
-  const Device::Stream stream = device.add_stream();
-};
 
 std::shared_ptr<char> cleared(PretendDevice& device, size_t nbytes) {
   auto memory = device.allocate(nbytes);
@@ -52,40 +20,37 @@ std::shared_ptr<char> cleared(PretendDevice& device, size_t nbytes) {
   return memory;
 }
 
-std::vector<float> all(size_t count, float value) { return std::vector<float>(count, value); }
-
 TEST(NcclExchange, ReducesWhatADeviceHasYetToCompute) {
   for (const int n : {2, 3}) {
     const int before = FakeNccl::calls();
-    std::vector<Gpu> gpus(static_cast<size_t>(n));
+    const auto gpus = gpus_of(n);
     LoopbackWorld world(n);
     world.run([&](int rank) {
-      Gpu& gpu = gpus[static_cast<size_t>(rank)];
+      Gpu& gpu = *gpus[static_cast<size_t>(rank)];
       std::vector<float> values(100'000);
       for (int step = 0; step < 4; ++step) {
         gpu.compute(values, static_cast<float>(rank + step));
-        RequestPtr request = gpu.ask(allreduce_of("x", values));
+        RequestPtr request = allreduce_of("x", values);
         request->description.prescale = step == 2 ? 0.5 : 1;
         request->name += std::to_string(step == 2);
         const float sum = static_cast<float>(n * (n - 1)) / 2 + static_cast<float>(n * step);
-        EXPECT_EQ(gpu.read(world[rank], world[rank].submit(request, Urgency::kNow), values),
+        EXPECT_EQ(gpu.exchange(world[rank], request, values),
                   all(values.size(), step == 2 ? sum / 2 : sum));
       }
       gpu.compute(values, static_cast<float>(rank));
-      RequestPtr mean = gpu.ask(allreduce_of("mean", values, ReduceOp::kAverage));
+      RequestPtr mean = allreduce_of("mean", values, ReduceOp::kAverage);
       mean->description.postscale = 4;
-      EXPECT_EQ(gpu.read(world[rank], world[rank].submit(mean, Urgency::kNow), values),
+      EXPECT_EQ(gpu.exchange(world[rank], mean, values),
                 all(values.size(), 2 * static_cast<float>(n - 1)));
       gpu.compute(values, static_cast<float>(rank));
-      RequestPtr most = gpu.ask(allreduce_of("max", values, ReduceOp::kMax));
-      EXPECT_EQ(gpu.read(world[rank], world[rank].submit(most, Urgency::kNow), values),
+      RequestPtr most = allreduce_of("max", values, ReduceOp::kMax);
+      EXPECT_EQ(gpu.exchange(world[rank], most, values),
                 all(values.size(), static_cast<float>(n - 1)));
       RequestPtr broadcast = request_of(OpKind::kBroadcast, "b");
       broadcast->description.root = n - 1;
       add_vector(*broadcast, values);
       gpu.compute(values, static_cast<float>(rank));
-      const auto handle = world[rank].submit(gpu.ask(broadcast), Urgency::kNow);
-      EXPECT_EQ(gpu.read(world[rank], handle, values),
+      EXPECT_EQ(gpu.exchange(world[rank], broadcast, values),
                 all(values.size(), static_cast<float>(n - 1)));
     });
     EXPECT_EQ(FakeNccl::calls() - before, 7 * n) << "all of them went that way";
@@ -93,19 +58,16 @@ TEST(NcclExchange, ReducesWhatADeviceHasYetToCompute) {
 }
 
 TEST(NcclExchange, TheEngineDoesNotWaitForTheDevice) {
-  std::vector<Gpu> gpus(2);
+  const auto gpus = gpus_of(2);
   LoopbackWorld world(2);
   world.run([&](int rank) {
-    Gpu& gpu = gpus[static_cast<size_t>(rank)];
+    Gpu& gpu = *gpus[static_cast<size_t>(rank)];
     std::vector<float> values(1000);
     gpu.compute(values, 1);
-    gpu.read(world[rank], world[rank].submit(gpu.ask(allreduce_of("x", values)), Urgency::kNow),
-             values);
+    gpu.exchange(world[rank], allreduce_of("x", values), values);
     std::atomic<bool> go{false};
-    gpu.device.run(gpu.stream, [&] {
-      while (!go) std::this_thread::yield();
-    });
-    const auto handle = world[rank].submit(gpu.ask(allreduce_of("x", values)), Urgency::kWaited);
+    gpu.hold(go);
+    const auto handle = gpu.submit(world[rank], allreduce_of("x", values), Urgency::kWaited);
     finish(world[rank], handle);  // though the stream has not come so far
     go = true;
     EXPECT_EQ(gpu.read(world[rank], handle, values), all(values.size(), 4));
@@ -113,16 +75,15 @@ TEST(NcclExchange, TheEngineDoesNotWaitForTheDevice) {
 }
 
 TEST(NcclExchange, TensorsThatShareMemory) {
-  std::vector<Gpu> gpus(2);
+  const auto gpus = gpus_of(2);
   LoopbackWorld world(2);
   world.run([&](int rank) {
-    Gpu& gpu = gpus[static_cast<size_t>(rank)];
+    Gpu& gpu = *gpus[static_cast<size_t>(rank)];
     std::vector<float> values(5000);
     gpu.compute(values, 1);
     RequestPtr request = allreduce_of("x", values);
     add_vector(*request, values);
-    EXPECT_EQ(gpu.read(world[rank], world[rank].submit(gpu.ask(request), Urgency::kNow), values),
-              all(values.size(), 2));
+    EXPECT_EQ(gpu.exchange(world[rank], request, values), all(values.size(), 2));
   });
 }
 
@@ -131,14 +92,11 @@ TEST(NcclExchange, GathersAndScatters) {
   const int n = 3;
   for (const bool alike : {true, false}) {
     const int before = FakeNccl::calls();
-    std::vector<Gpu> gpus(n);
+    const auto gpus = gpus_of(n);
     LoopbackWorld world(n);
     world.run([&](int rank) {
-      Gpu& gpu = gpus[static_cast<size_t>(rank)];
+      Gpu& gpu = *gpus[static_cast<size_t>(rank)];
       const auto mine = static_cast<float>(rank);
-      const auto ask = [&](const RequestPtr& request) {
-        return world[rank].submit(gpu.ask(request), Urgency::kNow);
-      };
       // Of the result, what the device will have put there.
       const auto seen = [&](const HandlePtr& handle) {
         finish(world[rank], handle);
@@ -165,7 +123,7 @@ TEST(NcclExchange, GathersAndScatters) {
       allgather->description.add_tensor(DType::kF32, {kAnyExtent, 10});
       allgather->parts.push_back({reinterpret_cast<const char*>(given.data()), nullptr});
       allgather->rows.push_back(my_rows);
-      EXPECT_EQ(seen(ask(allgather)), all_given);
+      EXPECT_EQ(seen(gpu.submit(world[rank], allgather)), all_given);
 
       // Rank r sends r + 1 rows to everyone, or one.
       std::vector<float> sent(static_cast<size_t>(n * (alike ? 1 : rank + 1)) * 10), all_sent;
@@ -178,7 +136,7 @@ TEST(NcclExchange, GathersAndScatters) {
       alltoall->parts.push_back({reinterpret_cast<const char*>(sent.data()), nullptr});
       alltoall->rows.push_back(n * (alike ? 1 : rank + 1));
       alltoall->splits.assign(n, alike ? 1 : rank + 1);
-      EXPECT_EQ(seen(ask(alltoall)), all_sent);
+      EXPECT_EQ(seen(gpu.submit(world[rank], alltoall)), all_sent);
 
       const size_t rows = alike ? 6 : 7;
       const size_t share = alike || rank > 0 ? 2 : 3;
@@ -189,7 +147,7 @@ TEST(NcclExchange, GathersAndScatters) {
       reducescatter->description.add_tensor(DType::kF32, {static_cast<int64_t>(rows), 10});
       reducescatter->parts.push_back(
           {reinterpret_cast<const char*>(reduced.data()), reinterpret_cast<char*>(slice.data())});
-      EXPECT_EQ(gpu.read(world[rank], ask(reducescatter), slice),
+      EXPECT_EQ(gpu.exchange(world[rank], reducescatter, slice),
                 all(slice.size(), 2 * (0 + 1 + 2)));
     });
     EXPECT_GE(FakeNccl::calls() - before, 3 * n);
@@ -203,8 +161,7 @@ TEST(NcclExchange, CodesLikeACpu) {
     for (const std::string codec : {"fp16", "minmax_u8", "minmax_u4", "fp8_e4m3", "sign1"})
       for (const int64_t count : {3, 20'011}) {
         const int before = FakeNccl::calls();
-        std::vector<std::unique_ptr<Gpu>> gpus;
-        for (int i = 0; i < n; ++i) gpus.push_back(std::make_unique<Gpu>(has_nccl));
+        const auto gpus = gpus_of(n, has_nccl);
         LoopbackWorld world(n);
         world.run([&](int rank) {
           Gpu& gpu = *gpus[static_cast<size_t>(rank)];
@@ -260,8 +217,8 @@ TEST(NcclExchange, GoesByTheHostWhereItMust) {
     world.run([&](int rank) {
       Gpu& gpu = *gpus[one_device ? 0 : static_cast<size_t>(rank)];
       std::vector<float> values(5000, 1);
-      const auto handle = world[rank].submit(gpu.ask(allreduce_of("x", values)), Urgency::kNow);
-      EXPECT_EQ(gpu.read(world[rank], handle, values), all(values.size(), 2));
+      EXPECT_EQ(gpu.exchange(world[rank], allreduce_of("x", values), values),
+                all(values.size(), 2));
     });
     EXPECT_EQ(FakeNccl::calls(), before);
   }
@@ -273,8 +230,8 @@ TEST(NcclExchange, RanksThatAreInDifferentPlacesAreTold) {
   world.run([&](int rank) {
     std::vector<float> values(10);
     RequestPtr request = allreduce_of("x", values);
-    const std::string text =
-        error_of<UsageError>([&] { call(world[rank], rank == 0 ? gpu.ask(request) : request); });
+    const std::string text = error_of<UsageError>(
+        [&] { call(world[rank], rank == 0 ? gpu.on_device(request) : request); });
     EXPECT_CONTAINS(text, "place");
     EXPECT_CONTAINS(text, "a GPU");
   });
@@ -282,16 +239,14 @@ TEST(NcclExchange, RanksThatAreInDifferentPlacesAreTold) {
 
 TEST(NcclExchange, ARankThatHasJoinedGivesZeros) {
   for (const bool has_nccl : {true, false}) {
-    std::vector<std::unique_ptr<Gpu>> gpus;
-    for (int i = 0; i < 3; ++i) gpus.push_back(std::make_unique<Gpu>(has_nccl));
+    const auto gpus = gpus_of(3, has_nccl);
     LoopbackWorld world(3);
     world.run([&](int rank) {
       Gpu& gpu = *gpus[static_cast<size_t>(rank)];
       std::vector<float> values(1000);
       for (int step = 0; step <= rank; ++step) {
         gpu.compute(values, 1);
-        const auto handle = world[rank].submit(gpu.ask(allreduce_of("x", values)), Urgency::kNow);
-        EXPECT_EQ(gpu.read(world[rank], handle, values),
+        EXPECT_EQ(gpu.exchange(world[rank], allreduce_of("x", values), values),
                   all(values.size(), static_cast<float>(3 - step)));
       }
       EXPECT_EQ(join(world[rank]), 2);
@@ -301,20 +256,20 @@ TEST(NcclExchange, ARankThatHasJoinedGivesZeros) {
 
 // What is agreed together does not travel together unless it is in one place.
 TEST(NcclExchange, BesideTensorsOfTheHost) {
-  std::vector<Gpu> gpus(2);
+  const auto gpus = gpus_of(2);
   LoopbackWorld world(2);
   world.run([&](int rank) {
-    Gpu& gpu = gpus[static_cast<size_t>(rank)];
+    Gpu& gpu = *gpus[static_cast<size_t>(rank)];
     std::vector<float> there(100), more(100), here(100, 1);
     std::vector<int32_t> numbers(100, 1);
     gpu.compute(there, 1);
     gpu.compute(more, 2);
-    const auto submit = [&](RequestPtr request) {
-      return world[rank].submit(std::move(request), Urgency::kSoon);
-    };
+    Engine& engine = world[rank];
     const std::vector<HandlePtr> handles = {
-        submit(gpu.ask(allreduce_of("there", there))), submit(allreduce_of("here", here)),
-        submit(gpu.ask(allreduce_of("more", more))), submit(allreduce_of("numbers", numbers))};
+        gpu.submit(engine, allreduce_of("there", there), Urgency::kSoon),
+        engine.submit(allreduce_of("here", here), Urgency::kSoon),
+        gpu.submit(engine, allreduce_of("more", more), Urgency::kSoon),
+        engine.submit(allreduce_of("numbers", numbers), Urgency::kSoon)};
     EXPECT_EQ(gpu.read(world[rank], handles[0], there), all(100, 2));
     EXPECT_EQ(gpu.read(world[rank], handles[2], more), all(100, 4));
     finish(world[rank], handles[1]);
@@ -325,22 +280,21 @@ TEST(NcclExchange, BesideTensorsOfTheHost) {
 }
 
 TEST(NcclExchange, OfSomeRanksAndOfOne) {
-  std::vector<Gpu> gpus(3);
+  const auto gpus = gpus_of(3);
   const int before = FakeNccl::finalized();
   {
     LoopbackWorld world(3);
     world.run([&](int rank) {
-      Gpu& gpu = gpus[static_cast<size_t>(rank)];
+      Gpu& gpu = *gpus[static_cast<size_t>(rank)];
       std::vector<float> values(1000);
       const int32_t some = add_set(world[rank], {0, 2});
       const int32_t one = add_set(world[rank], {1});
       for (const int32_t set : {some, one}) {
         if ((set == some) == (rank == 1)) continue;
         gpu.compute(values, 1);
-        RequestPtr request = gpu.ask(allreduce_of("x", values, ReduceOp::kSum, set));
+        RequestPtr request = allreduce_of("x", values, ReduceOp::kSum, set);
         request->description.prescale = 3;
-        EXPECT_EQ(gpu.read(world[rank], world[rank].submit(request, Urgency::kNow), values),
-                  all(1000, set == some ? 6 : 3));
+        EXPECT_EQ(gpu.exchange(world[rank], request, values), all(1000, set == some ? 6 : 3));
       }
       remove_set(world[rank], some);
     });
@@ -362,132 +316,22 @@ TEST(NcclExchange, ShortFloatsAreScaledExactly) {
   EXPECT_FALSE(NcclGroup::can_scale(DType::kF16, {ReduceOp::kSum, 0}, 3));
 }
 
-TEST(NcclExchange, MemoryOfWhatNobodyWaitsForStays) {
-  std::vector<Gpu> gpus(2);
-  LoopbackWorld world(2);
-  world.run([&](int rank) {
-    Gpu& gpu = gpus[static_cast<size_t>(rank)];
-    std::atomic<bool> go{false};
-    gpu.device.run(gpu.stream, [&] {
-      while (!go) std::this_thread::yield();
-    });
-    auto values = std::make_shared<std::vector<float>>(1000, 1.0f);
-    const std::weak_ptr<std::vector<float>> memory = values;
-    RequestPtr request = gpu.ask(allreduce_of("x", *values));
-    request->keepalive = std::move(values);
-    finish(world[rank], world[rank].submit(std::move(request), Urgency::kWaited));
-    std::vector<float> other(1, 1);
-    call(world[rank], allreduce_of("y", other));  // the engine goes on meanwhile
-    gpu.device.let_go();
-    EXPECT_FALSE(memory.expired());
-    go = true;
-    const double late_s = now_s() + kHangS;
-    while (!memory.expired() && now_s() < late_s) gpu.device.let_go();
-    EXPECT_TRUE(memory.expired());
-  });
-}
-
 // It may have had its first tensor on a device in the decision in which it has joined.
 TEST(NcclExchange, ARankThatJoinsAtOnce) {
-  std::vector<Gpu> gpus(2);
+  const auto gpus = gpus_of(2);
   LoopbackWorld world(2);
   world.run([&](int rank) {
-    Gpu& gpu = gpus[static_cast<size_t>(rank)];
+    Gpu& gpu = *gpus[static_cast<size_t>(rank)];
     std::vector<float> x(1000), a(1000);
     gpu.compute(x, 1);
     gpu.compute(a, 1);
-    const auto first = world[rank].submit(gpu.ask(allreduce_of("x", x)), Urgency::kSoon);
+    const auto first = gpu.submit(world[rank], allreduce_of("x", x), Urgency::kSoon);
     if (rank == 0) {
-      const auto second = world[rank].submit(gpu.ask(allreduce_of("a", a)), Urgency::kSoon);
+      const auto second = gpu.submit(world[rank], allreduce_of("a", a), Urgency::kSoon);
       EXPECT_EQ(gpu.read(world[rank], second, a), all(1000, 1));
     }
     EXPECT_EQ(join(world[rank]), 0);
     EXPECT_EQ(gpu.read(world[rank], first, x), all(1000, 2));
-  });
-}
-
-TEST(NcclExchange, AResultThatNobodyWantsMayStillCome) {
-  std::vector<Gpu> gpus(2);
-  LoopbackWorld world(2);
-  world.run([&](int rank) {
-    Gpu& gpu = gpus[static_cast<size_t>(rank)];
-    for (int i = 0; i < 20; ++i) {
-      auto given = std::make_shared<std::vector<float>>(1000);
-      gpu.compute(*given, 1);
-      RequestPtr gather = request_of(OpKind::kAllgather, "gather");
-      add_vector(*gather, *given, 10);
-      gather->keepalive = std::move(given);
-      finish(world[rank], world[rank].submit(gpu.ask(gather), Urgency::kNow));
-      gather.reset();
-    }
-  });
-}
-
-TEST(NcclExchange, ADeadPeerEndsWhatIsUnderWay) {
-  std::vector<Gpu> gpus(3);
-  std::atomic<bool> go{false};
-  LoopbackWorld world(3);
-  world.run([&](int rank) {
-    Gpu& gpu = gpus[static_cast<size_t>(rank)];
-    std::vector<float> values(1000);
-    if (rank == 1)
-      gpu.device.run(gpu.stream, [&] {
-        while (!go) std::this_thread::yield();
-      });
-    const auto handle = world[rank].submit(gpu.ask(allreduce_of("x", values)), Urgency::kWaited);
-    finish(world[rank], handle);
-    EXPECT_TRUE(handle->may_fail());
-    if (rank == 1) {  // before its device has come so far
-      gpu.device.fail();
-      return world.die(rank);
-    }
-    const double late_s = now_s() + kHangS;
-    while (!world[rank].failure() && now_s() < late_s) std::this_thread::yield();
-    ASSERT_TRUE(world[rank].failure());
-    EXPECT_CONTAINS(world[rank].failure()->what, "rank 1");
-    handle->make_follow(gpu.stream);
-    gpu.device.drain(gpu.stream);  // nothing on the device waits for ever
-  });
-  go = true;
-}
-
-TEST(NcclExchange, AnErrorOfNcclLeavesNoGroupOpen) {
-  std::vector<Gpu> gpus(2);
-  LoopbackWorld world(2);
-  FakeNccl::fail_next();
-  world.run([&](int rank) {
-    Gpu& gpu = gpus[static_cast<size_t>(rank)];
-    std::vector<float> values(1000);
-    gpu.compute(values, 1);
-    const std::string text = error_of<PeerError>([&] {
-      for (;;) call(world[rank], gpu.ask(allreduce_of("x", values)));
-    });
-    EXPECT_CONTAINS(text, "a fake error");
-    EXPECT_EQ(FakeNccl::depth(), 0);
-  });
-}
-
-TEST(NcclExchange, ABrokenDeviceIsAnErrorAndNoHang) {
-  std::vector<Gpu> gpus(2);
-  LoopbackWorld world(2);
-  world.run([&](int rank) {
-    Gpu& gpu = gpus[static_cast<size_t>(rank)];
-    std::vector<float> values(1000);
-    gpu.compute(values, 1);
-    gpu.read(world[rank], world[rank].submit(gpu.ask(allreduce_of("x", values)), Urgency::kNow),
-             values);
-    // In the order of submission, so that both have had theirs.
-    std::vector<float> other(1, 1);
-    call(world[rank], allreduce_of("y", other));
-    RequestPtr request = gpu.ask(allreduce_of("x", values));
-    if (rank == 1) gpu.device.fail();
-    std::string text;
-    try {
-      for (int i = 0;; ++i) call(world[rank], i == 0 ? request : allreduce_of("y", other));
-    } catch (const Error& error) {
-      text = error.what();
-    }
-    EXPECT_CONTAINS(text, "broken");
   });
 }
 

@@ -4,56 +4,16 @@
 
 #include <gtest/gtest.h>
 
-#include <numeric>
 #include <vector>
 
 #include "common/clock.h"
-#include "device/pretend.h"
 #include "engine/bucket.h"
-#include "engine/loopback_world.h"
+#include "engine/program.h"
 
 namespace bagua {
 namespace {
 
 constexpr int kWorkUs = 2000;
-constexpr float kStale = -1e30f;
-
-// The stream of a program: what it computes is there only after a while.
-struct Program {
-  explicit Program(PretendDevice& device) : device(device), stream(device.add_stream()) {}
-  // Values that the device will have computed.
-  void compute(std::vector<float>& values, float first) {
-    std::fill(values.begin(), values.end(), kStale);
-    device.run(stream, [&values, first] { std::iota(values.begin(), values.end(), first); });
-  }
-  RequestPtr on_device(RequestPtr request) {
-    request->device = &device;
-    for (Part& part : request->parts) part.on_device = true;
-    request->starts = {device.mark(stream)};
-    return request;
-  }
-  // What the stream finds after the handle.
-  std::vector<float> read(Engine& engine, const HandlePtr& handle, std::vector<float>& values) {
-    finish(engine, handle);
-    handle->make_follow(stream);
-    std::vector<float> seen;
-    device.run(stream, [&] { seen = values; });
-    device.drain(stream);
-    return seen;
-  }
-  // What the stream finds after an exchange of values that are still being computed.
-  std::vector<float> exchange(Engine& engine, RequestPtr request, std::vector<float>& values) {
-    return read(engine, engine.submit(on_device(std::move(request)), Urgency::kNow), values);
-  }
-  PretendDevice& device;
-  const Device::Stream stream;
-};
-
-std::vector<float> line(size_t count, float first, float slope) {
-  std::vector<float> values(count);
-  for (size_t i = 0; i < count; ++i) values[i] = first + slope * static_cast<float>(i);
-  return values;
-}
 
 TEST(Staging, SumsWhatADeviceHasYetToCompute) {
   for (const int n : {1, 2, 3})
@@ -64,7 +24,7 @@ TEST(Staging, SumsWhatADeviceHasYetToCompute) {
         Program program(device);
         std::vector<float> values(count);
         for (int step = 0; step < 3; ++step) {
-          program.compute(values, static_cast<float>(rank + step));
+          program.compute(values, static_cast<float>(rank + step), 1);
           const auto handle =
               world[rank].submit(program.on_device(allreduce_of("x", values)), Urgency::kWaited);
           const float ranks = static_cast<float>(n * (n - 1)) / 2;
@@ -83,7 +43,7 @@ TEST(Staging, ExchangesGoOnWithoutTheHostWaitingForTheDevice) {
     std::vector<std::vector<float>> values(6, std::vector<float>(50'000));
     std::vector<HandlePtr> handles;
     for (size_t i = 0; i < values.size(); ++i) {
-      program.compute(values[i], static_cast<float>(i));
+      program.compute(values[i], static_cast<float>(i), 1);
       handles.push_back(world[rank].submit(
           program.on_device(allreduce_of("x" + std::to_string(i), values[i])), Urgency::kNow));
     }
@@ -99,7 +59,7 @@ TEST(Staging, OnlySomeRanksHaveADevice) {
   world.run([&](int rank) {
     Program program(device);
     std::vector<float> values(70'000);
-    program.compute(values, static_cast<float>(rank));
+    program.compute(values, static_cast<float>(rank), 1);
     if (rank == 1) {
       device.drain(program.stream);
       call(world[rank], allreduce_of("x", values));
@@ -117,7 +77,7 @@ TEST(Staging, ReadsAllBeforeItWritesAny) {
   world.run([&](int rank) {
     Program program(device);
     std::vector<float> values(400'000);
-    program.compute(values, 0);
+    program.compute(values, 0, 1);
     // A tensor, its half, and the tensor again.
     RequestPtr request = allreduce_of("x", values);
     request->description.codec = "raw";  // each travels by itself
@@ -137,7 +97,7 @@ TEST(Staging, MovesRowsAndSlices) {
     const float first = static_cast<float>(100 * rank);
 
     std::vector<float> values(12);
-    program.compute(values, first);
+    program.compute(values, first, 1);
     RequestPtr gather = request_of(OpKind::kAllgather, "g");
     add_vector(*gather, values, 4);
     gather->parts[0].out = nullptr;
@@ -147,13 +107,13 @@ TEST(Staging, MovesRowsAndSlices) {
     const auto* rows = reinterpret_cast<const float*>(handle->outputs[0].data.get());
     for (int i = 0; i < 36; ++i) EXPECT_EQ(rows[i], static_cast<float>(100 * (i / 12) + i % 12));
 
-    program.compute(values, first);
+    program.compute(values, first, 1);
     RequestPtr broadcast = request_of(OpKind::kBroadcast, "b");
     broadcast->description.root = 2;
     add_vector(*broadcast, values);
     EXPECT_EQ(program.exchange(world[rank], broadcast, values), line(12, 200, 1));
 
-    program.compute(values, first);
+    program.compute(values, first, 1);
     std::vector<float> slice(rank == 0 ? 6 : 3, kStale);
     RequestPtr scatter = request_of(OpKind::kReducescatter, "s");
     add_vector(*scatter, values, 4);
@@ -234,7 +194,7 @@ TEST(Staging, MixedRequestsAndLoneHostTensors) {
       // One request of both kinds, whose host tensors overlap.
       RequestPtr mixed = allreduce_of("m" + std::to_string(count), here);
       add_vector(*mixed, here);
-      program.compute(there, static_cast<float>(rank));
+      program.compute(there, static_cast<float>(rank), 1);
       add_vector(*mixed, there);
       mixed->device = &device;
       mixed->parts[2].on_device = true;
@@ -243,7 +203,7 @@ TEST(Staging, MixedRequestsAndLoneHostTensors) {
       EXPECT_EQ(program.read(world[rank], handle, there), line(count, 1, 2));
       EXPECT_EQ(here, std::vector<float>(count, 2));
       // Two requests that may be agreed together.
-      program.compute(there, 5);
+      program.compute(there, 5, 1);
       const auto first = world[rank].submit(
           program.on_device(allreduce_of("d" + std::to_string(count), there)), Urgency::kSoon);
       const auto second =
@@ -263,7 +223,7 @@ TEST(Staging, ABrokenDeviceIsAnErrorAndNoHang) {
     PretendDevice& device = *devices[static_cast<size_t>(rank)];
     Program program(device);
     auto values = std::make_shared<std::vector<float>>(3'000'000);
-    program.compute(*values, 1);
+    program.compute(*values, 1, 1);
     device.drain(program.stream);
     RequestPtr request = program.on_device(allreduce_of("x", *values));
     request->keepalive = values;
@@ -282,7 +242,7 @@ TEST(Staging, ARankThatDiesLeavesNoResultUnderWay) {
     Program program(device);
     if (rank == 1) return world.die(rank);
     auto values = std::make_shared<std::vector<float>>(2'000'000);
-    program.compute(*values, 1);
+    program.compute(*values, 1, 1);
     RequestPtr request = program.on_device(allreduce_of("x", *values));
     request->keepalive = values;
     EXPECT_CONTAINS(error_of<PeerError>([&] {

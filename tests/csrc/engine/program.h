@@ -1,0 +1,98 @@
+// Who uses a device: values come there only after a while, and are stale until then.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "device/pretend.h"
+#include "engine/fake_nccl.h"
+#include "engine/loopback_world.h"
+
+namespace bagua {
+
+constexpr float kStale = -1e30f;
+
+// first, first + slope, ...
+inline std::vector<float> line(size_t count, float first, float slope) {
+  std::vector<float> values(count);
+  for (size_t i = 0; i < count; ++i) values[i] = first + slope * static_cast<float>(i);
+  return values;
+}
+inline std::vector<float> all(size_t count, float value) { return line(count, value, 0); }
+
+// A program's stream on a device.
+struct Program {
+  explicit Program(PretendDevice& device) : device(device), stream(device.add_stream()) {}
+  // Values that the device will have computed.
+  void compute(std::vector<float>& values, float first, float slope = 0) {
+    std::fill(values.begin(), values.end(), kStale);
+    device.run(stream, [&values, first, slope] {
+      const auto computed = line(values.size(), first, slope);
+      std::copy(computed.begin(), computed.end(), values.begin());
+    });
+  }
+  RequestPtr on_device(RequestPtr request) {
+    request->device = &device;
+    for (Part& part : request->parts) part.on_device = true;
+    request->starts = {device.mark(stream)};
+    return request;
+  }
+  // What the stream finds after the handle.
+  std::vector<float> read(Engine& engine, const HandlePtr& handle,
+                          const std::vector<float>& values) {
+    finish(engine, handle);
+    handle->make_follow(stream);
+    std::vector<float> seen;
+    device.run(stream, [&] { seen = values; });
+    device.drain(stream);
+    return seen;
+  }
+  // What the stream finds after an exchange of values that are still being computed.
+  std::vector<float> exchange(Engine& engine, RequestPtr request,
+                              const std::vector<float>& values) {
+    return read(engine, engine.submit(on_device(std::move(request)), Urgency::kNow), values);
+  }
+  // The stream stays where it is until `go`.
+  void hold(const std::atomic<bool>& go) {
+    device.run(stream, [&go] {
+      while (!go) std::this_thread::yield();
+    });
+  }
+  PretendDevice& device;
+  const Device::Stream stream;
+};
+
+struct OwnDevice {
+  PretendDevice own{/*work_us=*/500};
+};
+
+// A rank whose device is its own, as all know.
+struct Gpu : OwnDevice, Program {
+  explicit Gpu(bool has_nccl = true) : Program(own) {
+    if (has_nccl) device.use_nccl(&FakeNccl::library());
+  }
+  RequestPtr on_device(RequestPtr request) {
+    request->description.on_device = true;
+    return Program::on_device(std::move(request));
+  }
+  HandlePtr submit(Engine& engine, RequestPtr request, Urgency urgency = Urgency::kNow) {
+    return engine.submit(on_device(std::move(request)), urgency);
+  }
+  std::vector<float> exchange(Engine& engine, RequestPtr request,
+                              const std::vector<float>& values) {
+    return read(engine, submit(engine, std::move(request)), values);
+  }
+};
+
+// So many, of which each has NCCL or none has.
+inline std::vector<std::unique_ptr<Gpu>> gpus_of(int count, bool has_nccl = true) {
+  std::vector<std::unique_ptr<Gpu>> gpus;
+  for (int i = 0; i < count; ++i) gpus.push_back(std::make_unique<Gpu>(has_nccl));
+  return gpus;
+}
+
+}  // namespace bagua
