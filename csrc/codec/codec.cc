@@ -14,18 +14,11 @@
 #include "codec/sign1.h"
 #include "codec/topk.h"
 #include "common/errors.h"
+#include "common/memory.h"
+#include "kernel/stream.h"
 
 namespace bagua {
 namespace {
-
-template <Isa>
-constexpr int kWidth = 4;
-#if defined(__x86_64__) && defined(__GNUC__)
-template <>
-constexpr int kWidth<Isa::kAvx2> = 8;
-template <>
-constexpr int kWidth<Isa::kAvx512> = 16;
-#endif
 
 // A block format, compiled for every instruction set.
 template <class C>
@@ -36,10 +29,10 @@ struct Blocks {
   }
 #define BAGUA_BLOCKS(isa, attribute)                                                        \
   attribute static void encode_##isa(const float* in, int64_t count, char* to) {            \
-    encode_blocks<C, kWidth<Isa::isa>>(in, count, reinterpret_cast<uint8_t*>(to));          \
+    encode_blocks<C>(in, count, reinterpret_cast<uint8_t*>(to));                            \
   }                                                                                         \
   attribute static void rest_##isa(const float* in, float* rest, int64_t count, char* to) { \
-    encode_rests<C, kWidth<Isa::isa>>(in, rest, count, reinterpret_cast<uint8_t*>(to));     \
+    encode_rests<C>(in, rest, count, reinterpret_cast<uint8_t*>(to));                       \
   }                                                                                         \
   attribute static void decode_##isa(const char* from, int64_t count, float* out) {         \
     decode_blocks<C, false>(reinterpret_cast<const uint8_t*>(from), count, out);            \
@@ -182,6 +175,26 @@ void Coding::encode_rest(const float* in, float* residual, int64_t count, char* 
     Between::rest(isa, whole, said, n, residual + at);
     wire += wire_nbytes(n);
   }
+}
+
+void Coding::decode(const char* wire, int64_t count, float* out, Isa isa) const {
+  if (static_cast<size_t>(count) * sizeof(float) >= kStreamNbytes)
+    return decode_past(wire, count, out, isa);
+  codec->decode(*this, wire, count, out, isa);
+}
+
+void Coding::decode_past(const char* wire, int64_t count, float* out, Isa isa) const {
+  if (codec->sparse || codec->decode == Raw::decode)  // clears and adds little, or is a memcpy
+    return codec->decode(*this, wire, count, out, isa);
+  alignas(kLineNbytes) float said[Sign1::kBlock];
+  constexpr int64_t tile = Sign1::kBlock;  // a multiple of every other block
+  for (int64_t at = 0; at < count; at += tile) {
+    const int64_t n = std::min(tile, count - at);
+    codec->decode(*this, wire, n, said, isa);
+    stream_copy(out + at, said, static_cast<size_t>(n) * sizeof(float), isa);
+    wire += wire_nbytes(n);
+  }
+  stream_fence();
 }
 
 void Coding::decode_add(const char* wire, int64_t count, float* sum, Isa isa) const {

@@ -24,6 +24,8 @@ struct Coding {
   // Neither memory needs alignment.
   void encode(const float* in, int64_t count, char* wire, Isa isa = best_isa()) const;
   void decode(const char* wire, int64_t count, float* out, Isa isa = best_isa()) const;
+  // The same past the caches, for a piece of a result larger than they are; see stream_copy.
+  void decode_past(const char* wire, int64_t count, float* out, Isa isa = best_isa()) const;
   // What encoding loses is kept for the next time: encodes in + residual, and makes residual what
   // is left of that. Without a residual nothing is.
   void encode_rest(const float* in, float* residual, int64_t count, char* wire,
@@ -59,9 +61,6 @@ inline int64_t Coding::block() const { return codec->block; }
 inline int64_t Coding::wire_nbytes(int64_t count) const { return codec->wire_nbytes(*this, count); }
 inline void Coding::encode(const float* in, int64_t count, char* wire, Isa isa) const {
   codec->encode(*this, in, count, wire, isa);
-}
-inline void Coding::decode(const char* wire, int64_t count, float* out, Isa isa) const {
-  codec->decode(*this, wire, count, out, isa);
 }
 
 }  // namespace bagua

@@ -54,58 +54,52 @@ BAGUA_BOTH float inverse_or_zero(float x) {
   return is_finite(inverse) ? inverse : 0.0f;
 }
 
-// V is a vector of some lanes, or float for one; I the integers that go with it.
-template <class V>
-BAGUA_BOTH V lesser(V a, V b) {
-  return a < b ? a : b;
+BAGUA_BOTH float lesser(float a, float b) { return a < b ? a : b; }
+
+// An integer for every float, in their order: -NaN, -Inf, ..., -0, 0, ..., Inf, NaN.
+BAGUA_BOTH int32_t in_order(float x) {
+  const auto bits = static_cast<int32_t>(bits_of(x));
+  return bits ^ (bits >> 31 & 0x7fffffff);
 }
-template <class V>
-BAGUA_BOTH V greater(V a, V b) {
-  return a > b ? a : b;
+BAGUA_BOTH float from_order(int32_t place) {
+  return from_bits(static_cast<uint32_t>(place ^ (place >> 31 & 0x7fffffff)));
 }
 
-// The least and the greatest value, and whether some value is no finite number. Which of two zeros
-// is the least depends on their order, so heads must not tell.
-template <class V, class I>
+// The least and the greatest value. Which of two zeros is there heads must not tell.
 struct Extremes {
-  V lo, hi;
-  I bad;
-  BAGUA_BOTH void begin(V x) {
-    lo = hi = x;
-    bad = I{};
-  }
-  BAGUA_BOTH void add(V x, I bits) {
-    lo = lesser(x, lo);
-    hi = greater(x, hi);
-    bad |= (bits & 0x7f800000) == 0x7f800000;
+  int32_t lo = 0x7fffffff, hi = -0x7fffffff;
+  BAGUA_BOTH void add(float x) {
+    const int32_t place = in_order(x);
+    lo = place < lo ? place : lo;
+    hi = place > hi ? place : hi;
   }
   BAGUA_BOTH void merge(const Extremes& other) {
-    lo = lesser(other.lo, lo);
-    hi = greater(other.hi, hi);
-    bad |= other.bad;
+    lo = other.lo < lo ? other.lo : lo;
+    hi = other.hi > hi ? other.hi : hi;
   }
+  // Whether all values are finite numbers.
+  BAGUA_BOTH bool finite() const { return is_finite(from_order(lo)) && is_finite(from_order(hi)); }
   static constexpr bool kPadsWithFirst = true;
   static constexpr bool kInAnyOrder = true;
 };
 
 // The greatest magnitude, as its bits: those of a NaN are above all others.
-template <class V, class I>
 struct Magnitude {
-  I top;
-  BAGUA_BOTH void begin(V) { top = I{}; }
-  BAGUA_BOTH void add(V, I bits) { top = greater(bits & 0x7fffffff, top); }
-  BAGUA_BOTH void merge(const Magnitude& other) { top = greater(other.top, top); }
+  int32_t top = 0;
+  BAGUA_BOTH void add(float x) {
+    const auto bits = static_cast<int32_t>(bits_of(x) & 0x7fffffffu);
+    top = bits > top ? bits : top;
+  }
+  BAGUA_BOTH void merge(const Magnitude& other) { top = other.top > top ? other.top : top; }
   static constexpr bool kPadsWithFirst = false;
   static constexpr bool kInAnyOrder = true;
 };
 
 // The sum of magnitudes over 2048, so that it stays finite.
-template <class V, class I>
 struct AbsoluteSum {
   static constexpr float kOver = 1.0f / 2048;
-  V sum;
-  BAGUA_BOTH void begin(V) { sum = V{}; }
-  BAGUA_BOTH void add(V x, I) { sum += (x < 0 ? -x : x) * kOver; }
+  float sum = 0;
+  BAGUA_BOTH void add(float x) { sum += (x < 0 ? -x : x) * kOver; }
   BAGUA_BOTH void merge(const AbsoluteSum& other) { sum += other.sum; }
   static constexpr bool kPadsWithFirst = false;
   static constexpr bool kInAnyOrder = false;

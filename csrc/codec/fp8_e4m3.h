@@ -11,8 +11,7 @@ struct Fp8E4M3 {
   static constexpr int kBlock = 512;
   static constexpr int kBits = 8;
   static constexpr float kGreatest = 448.0f;
-  template <class V, class I>
-  using Gathered = Magnitude<V, I>;
+  using Gathered = Magnitude;
   struct Head {
     float scale;
   };
@@ -20,7 +19,7 @@ struct Fp8E4M3 {
     float scale, inverse;
   };
 
-  BAGUA_BOTH static Head head_of(const Magnitude<float, int32_t>& all, int) {
+  BAGUA_BOTH static Head head_of(const Magnitude& all, int) {
     const float top = from_bits(static_cast<uint32_t>(all.top));
     return {is_finite(top) ? top / kGreatest : not_a_number()};
   }

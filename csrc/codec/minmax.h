@@ -19,8 +19,7 @@ struct MinMax {
   static constexpr int kBlock = Block;
   static constexpr int kBits = Bits;
   static constexpr float kTop = static_cast<float>((1 << Bits) - 1);
-  template <class V, class I>
-  using Gathered = Extremes<V, I>;
+  using Gathered = Extremes;
   struct Head {
     float lo, step;
   };
@@ -28,18 +27,20 @@ struct MinMax {
     float lo, step, inverse;
   };
 
-  BAGUA_BOTH static Head head_of(const Extremes<float, int32_t>& all, int) {
-    if (all.bad) return {not_a_number(), 0.0f};
-    const float lo = all.lo + 0.0f, hi = all.hi + 0.0f;
+  BAGUA_BOTH static Head head_of(const Extremes& all, int) {
+    if (!all.finite()) return {not_a_number(), 0.0f};
+    const float lo = from_order(all.lo) + 0.0f, hi = from_order(all.hi) + 0.0f;
     return {lo, hi / kTop - lo / kTop};
   }
   BAGUA_BOTH static Coder coder_of(const Head& head) {
     return {head.lo, head.step, inverse_or_zero(head.step)};
   }
   BAGUA_BOTH static uint32_t code(float x, const Coder& c) {
-    const float place = lesser((x - c.lo) * c.inverse, kTop);
-    // From 2^23 on a float has no fraction: adding 1.5 * 2^23 rounds to nearest even.
-    return bits_of(place + 12582912.0f) & ((1u << Bits) - 1);
+    // From 2^23 on a float has no fraction: adding 1.5 * 2^23 rounds to nearest even, and leaves
+    // the code in the last bits. A NaN, as a word, is above all others.
+    constexpr uint32_t top = (1u << Bits) - 1, most = 0x4b400000u + top;
+    const uint32_t place = bits_of((x - c.lo) * c.inverse + 12582912.0f);
+    return (place < most ? place : most) & top;
   }
   BAGUA_BOTH static float value(uint32_t code, const Coder& c) {
     return same_nan(c.lo + static_cast<float>(static_cast<int32_t>(code)) * c.step);

@@ -9,14 +9,13 @@ namespace bagua {
 struct Sign1 {
   static constexpr int kBlock = 2048;
   static constexpr int kBits = 1;
-  template <class V, class I>
-  using Gathered = AbsoluteSum<V, I>;
+  using Gathered = AbsoluteSum;
   struct Head {
     float scale;
   };
   using Coder = Head;
 
-  BAGUA_BOTH static Head head_of(const AbsoluteSum<float, int32_t>& all, int n) {
+  BAGUA_BOTH static Head head_of(const AbsoluteSum& all, int n) {
     const float mean = all.sum * (2048.0f / static_cast<float>(n));
     const float most = from_bits(0x7f7fffffu);  // a mean of numbers is one, rounded up or not
     return {is_finite(all.sum) ? lesser(mean, most) : not_a_number()};

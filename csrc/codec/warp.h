@@ -15,7 +15,7 @@ template <class C>
 struct Lanes {
   static constexpr int kEach = C::kBlock / kLanes;
   // Four in a row are loaded at once; but a gathering that depends on the order wants every 32nd.
-  static constexpr bool kInFours = C::template Gathered<float, int32_t>::kInAnyOrder;
+  static constexpr bool kInFours = C::Gathered::kInAnyOrder;
   BAGUA_BOTH static int place(int lane, int k) {
     return kInFours ? k / 4 * (4 * kLanes) + lane * 4 + k % 4 : k * kLanes + lane;
   }
@@ -96,16 +96,15 @@ template <class C, class Warp>
 BAGUA_BOTH void fill_up(const Warp& warp, int n, Values<C>& values) {
   if (n == C::kBlock) return;  // alike in all lanes
   const float first = moved(values.of[0], [&](uint32_t word) { return warp.first(word); });
-  const float filling = C::template Gathered<float, int32_t>::kPadsWithFirst ? first : 0.0f;
+  const float filling = C::Gathered::kPadsWithFirst ? first : 0.0f;
   for (int k = 0; k < Lanes<C>::kEach; ++k)
     if (Lanes<C>::place(warp.lane(), k) >= n) values.of[k] = filling;
 }
 
 template <class C, class Warp>
 BAGUA_BOTH typename C::Head head_of(const Warp& warp, const Values<C>& values, int n) {
-  typename C::template Gathered<float, int32_t> all;
-  all.begin(values.of[0]);
-  for (const float x : values.of) all.add(x, static_cast<int32_t>(bits_of(x)));
+  typename C::Gathered all;
+  for (const float x : values.of) all.add(x);
   for (int half = kLanes / 2; half > 0; half /= 2)
     all.merge(moved(all, [&](uint32_t word) { return warp.down(word, half); }));
   return moved(C::head_of(all, n), [&](uint32_t word) { return warp.first(word); });

@@ -8,6 +8,7 @@
 #include "codec/codec.h"
 #include "collective/coded.h"
 #include "collective/slices.h"
+#include "kernel/stream.h"
 
 namespace bagua {
 namespace {
@@ -106,7 +107,11 @@ class Exchange {
   }
 
   void take(const Stretch& segment, const char* wire) {
-    coding_.decode(wire, segment.count, data_ + segment.begin);
+    if (job_.nbytes() >= kStreamNbytes) {
+      coding_.decode_past(wire, segment.count, data_ + segment.begin);
+    } else {
+      coding_.decode(wire, segment.count, data_ + segment.begin);
+    }
     if (job_.arrived) job_.arrived(segment.begin, segment.count);
   }
 

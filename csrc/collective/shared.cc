@@ -17,8 +17,6 @@ namespace {
 
 // Up to this many bytes of all ranks together one step beats two.
 constexpr size_t kSmallNbytes = 32 << 10;
-// From here on results do not stay in the caches anyway.
-constexpr size_t kStreamNbytes = 8 << 20;
 
 // Slices that begin on cache lines, so that no line is written by two ranks.
 Slice lines_of(const Job& job, int i) {

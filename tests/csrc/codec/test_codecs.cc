@@ -152,6 +152,23 @@ TEST(Codecs, DecodeAddAddsWhatDecodeSays) {
   });
 }
 
+TEST(Codecs, PastTheCachesItSaysTheSame) {
+  for_all([](const Coding& coding, Isa isa) {
+    std::set<int64_t> all = counts(coding);
+    all.insert((2 << 20) + 4097);  // goes there by itself
+    for (const int64_t count : all) {
+      const std::vector<char> wire = encoded(coding, normal(count, 1), isa);
+      Floats said(static_cast<size_t>(count));
+      coding.codec->decode(coding, wire.data(), count, said.data(), isa);
+      Guarded<float> past(count);
+      coding.decode_past(wire.data(), count, past.data(), isa);
+      ASSERT_EQ(bits(past.copy()), bits(said)) << count;
+      ASSERT_TRUE(past.intact()) << count;
+      ASSERT_EQ(bits(decoded(coding, wire, count, isa)), bits(said)) << count;
+    }
+  });
+}
+
 // A bucket is cut for its receivers at multiples of a block, so the pieces must be the whole.
 TEST(Codecs, BlocksAreCodedAlone) {
   for_all([](const Coding& coding, Isa isa) {
