@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "codec/blocks.h"
 #include "codec/format.h"
 
 namespace bagua {
@@ -72,33 +73,35 @@ struct Guess {
   }
 };
 
-// The places of the `kept` largest magnitudes of a chunk of n values.
-[[gnu::always_inline]] inline void select(const float* in, int n, int kept, uint16_t* places,
-                                          Guess* guess) {
+// The places of the `kept` largest magnitudes of a chunk of n values: of `in`, or of what `rest`
+// becomes when `in` is added.
+[[gnu::always_inline]] inline void select(const float* in, float* rest, int n, int kept,
+                                          uint16_t* places, Guess* guess) {
   const int few = 4 * kept + 64;
   alignas(64) int32_t magnitudes[kChunk];
-  for (int i = 0; i < n; ++i) {
-    int32_t bits;
-    memcpy(&bits, in + i, sizeof bits);
-    magnitudes[i] = bits & 0x7fffffff;
+  if (rest) {
+    for (int i = 0; i < n; ++i) rest[i] += in[i];
+    in = rest;
   }
+  for (int i = 0; i < n; ++i) magnitudes[i] = static_cast<int32_t>(bits_of(in[i]) & 0x7fffffffu);
   for (int i = n; i < kChunk; ++i) magnitudes[i] = -1;
   Bound bound{guess->least(), 0};
   const int first = bound.reach = count_from(magnitudes, kChunk, bound.least);
   bound = reached(magnitudes, kChunk, kept, few, bound, guess->margin);
   // The candidates, and the greatest magnitude that `kept` of them reach.
+  alignas(64) uint8_t reaches[kChunk];
+  for (int i = 0; i < kChunk; ++i) reaches[i] = magnitudes[i] >= bound.least ? 1 : 0;
+  alignas(64) uint8_t bits[kChunk / 8];
+  pack<1>(reaches, kChunk, bits);
   uint16_t where[kChunk];
   int32_t some[kChunk + kGroup];
   int count = 0;
-  constexpr int kFew = 8;  // most groups of so many have none
-  for (int begin = 0; begin < kChunk; begin += kFew) {
-    int32_t any = 0;
-    for (int i = 0; i < kFew; ++i) any |= magnitudes[begin + i] >= bound.least ? 1 : 0;
-    if (!any) continue;
-    for (int i = begin; i < begin + kFew; ++i) {
+  for (int begin = 0; begin < kChunk; begin += 64) {
+    uint64_t word;
+    for (memcpy(&word, bits + begin / 8, sizeof word); word; word &= word - 1) {
+      const int i = begin + __builtin_ctzll(word);
       some[count] = magnitudes[i];
-      where[count] = static_cast<uint16_t>(i);
-      count += magnitudes[i] >= bound.least ? 1 : 0;
+      where[count++] = static_cast<uint16_t>(i);
     }
   }
   for (int i = 0; i < kGroup; ++i) some[count + i] = -1;
@@ -113,13 +116,14 @@ struct Guess {
   guess->learn(low, first, kept);
 }
 
-#define BAGUA_SELECT(isa, attribute)                                                              \
-  attribute void select_##isa(const float* in, int n, int kept, uint16_t* places, Guess* guess) { \
-    select(in, n, kept, places, guess);                                                           \
+#define BAGUA_SELECT(isa, attribute)                                                           \
+  attribute void select_##isa(const float* in, float* rest, int n, int kept, uint16_t* places, \
+                              Guess* guess) {                                                  \
+    select(in, rest, n, kept, places, guess);                                                  \
   }
 BAGUA_CLONES(BAGUA_SELECT)
 #define BAGUA_ENTRY(isa, attribute) select_##isa,
-constexpr void (*selects[kIsaCount])(const float*, int, int, uint16_t*,
+constexpr void (*selects[kIsaCount])(const float*, float*, int, int, uint16_t*,
                                      Guess*) = {BAGUA_CLONES(BAGUA_ENTRY)};
 #undef BAGUA_ENTRY
 #undef BAGUA_SELECT
@@ -145,20 +149,20 @@ int64_t TopK::wire_nbytes(const Coding& coding, int64_t count) {
   return count / kChunk * nbytes(kChunk) + (count % kChunk ? nbytes(count % kChunk) : 0);
 }
 
-void TopK::encode(const Coding& coding, const float* in, int64_t count, char* wire, Isa isa) {
+namespace {
+
+// Of a chunk of `in`, or of what `rest` becomes when `in` is added.
+void encode_chunk(const Coding& coding, const float* in, float* rest, int64_t n, int64_t kept,
+                  char* to, Isa isa) {
   uint16_t places[kChunk];
   float values[kChunk];
   thread_local Guess guess;
-  for_chunks(coding, count, wire, [&](int64_t at, int64_t n, int64_t kept, char* to) {
-    selects[static_cast<int>(isa)](in + at, static_cast<int>(n), static_cast<int>(kept), places,
-                                   &guess);
-    for (int64_t i = 0; i < kept; ++i) values[i] = in[at + places[i]];
-    std::memcpy(to, places, static_cast<size_t>(2 * kept));
-    coding.values->encode(coding, values, kept, to + 2 * kept, isa);
-  });
+  selects[static_cast<int>(isa)](in, rest, static_cast<int>(n), static_cast<int>(kept), places,
+                                 &guess);
+  for (int64_t i = 0; i < kept; ++i) values[i] = (rest ? rest : in)[places[i]];
+  std::memcpy(to, places, static_cast<size_t>(2 * kept));
+  coding.values->encode(coding, values, kept, to + 2 * kept, isa);
 }
-
-namespace {
 
 // Calls f(place, value) for all that travelled of the n values of a chunk. What came over a wire is
 // not trusted to stay inside.
@@ -173,6 +177,12 @@ void for_kept(const Coding& coding, const char* from, int64_t n, int64_t kept, I
 }
 
 }  // namespace
+
+void TopK::encode(const Coding& coding, const float* in, int64_t count, char* wire, Isa isa) {
+  for_chunks(coding, count, wire, [&](int64_t at, int64_t n, int64_t kept, char* to) {
+    encode_chunk(coding, in + at, nullptr, n, kept, to, isa);
+  });
+}
 
 void TopK::decode(const Coding& coding, const char* wire, int64_t count, float* out, Isa isa) {
   for_chunks(coding, count, wire, [&](int64_t at, int64_t n, int64_t kept, const char* from) {
@@ -191,8 +201,7 @@ void TopK::encode_rest(const Coding& coding, const float* in, float* rest, int64
                        char* wire, Isa isa) {
   for_chunks(coding, count, wire, [&](int64_t at, int64_t n, int64_t kept, char* to) {
     float* left = rest + at;
-    for (int64_t i = 0; i < n; ++i) left[i] += in[at + i];
-    encode(coding, left, n, to, isa);
+    encode_chunk(coding, in + at, left, n, kept, to, isa);
     bool finite = true;
     for_kept(coding, to, n, kept, isa, [&](int i, float value) {
       finite = finite && is_finite(value);
