@@ -32,16 +32,16 @@ class Background(BetweenSteps):
 
     @torch.no_grad()
     def _start(self) -> None:
-        self._next_s = time.monotonic() + self._exchange.sync_interval_ms / 1e3
-        for piece in self._pieces:
+        for piece, copy in zip(self._pieces, self._copies):
             piece.copy_weights()
-            self._given.append(piece.flat.clone())
+            self._given.append(copy.copy_(piece.flat))
             piece.launch(Urgency.NOW)
 
     @torch.no_grad()
     def _finish(self) -> None:
         given, self._given = self._given, []
         land_all(self._pieces)
+        self._next_s = time.monotonic() + self._exchange.sync_interval_ms / 1e3
         for piece, before in zip(self._pieces, given):
             piece.flat -= before
             torch._foreach_add_(piece.params, piece.views)
@@ -66,6 +66,7 @@ class Background(BetweenSteps):
 
     def _build(self) -> None:
         super()._build()
+        self._copies = [torch.empty_like(piece.flat) for piece in self._pieces]
         self._given = []
         name = f"{self._prefix}.{self._generation}.marker"
         self._marker = Piece(name, [("", torch.zeros(1))], self._exchange, self._process_set)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from bagua.common.kinds import Urgency
 from bagua.torch.between_steps import BetweenSteps
 from bagua.torch.pieces import Piece, land_all
+
+_PIECE_NBYTES = 8 << 20  # while one travels others are made ready and used
 
 
 class Outer(BetweenSteps):
@@ -23,60 +27,68 @@ class Outer(BetweenSteps):
     def _build(self) -> None:
         super()._build()
         self._common = [piece.flat.clone() for piece in self._pieces]
-        self._begins = [piece.flat.clone() for piece in self._pieces]  # of the round
-        self._momentum = [torch.zeros_like(piece.flat) for piece in self._pieces]
+        self._begins = self._common  # of the round
+        if self._exchange.when == "forward":
+            self._begins = [piece.flat.clone() for piece in self._pieces]
+        self._momentum: list[torch.Tensor] = []
+        if self._exchange.outer_momentum:
+            self._momentum = [torch.zeros_like(piece.flat) for piece in self._pieces]
 
     def stepped(self) -> None:
         super().stepped()
         if not self._due():
             return
+        self._rounds += 1
         if self._exchange.when == "forward":
             self._overlap()
         else:
-            self._start()
-            self._finish()
+            self._step_now()
 
     @torch.no_grad()
     def _overlap(self) -> None:
         changes = [self._change(piece, begin) for piece, begin in zip(self._pieces, self._begins)]
         if self._launched:
-            self._step_together()
-            for piece, common, change in zip(self._pieces, self._common, changes):
-                piece.set_weights(piece.views_of(common - change))
+            self._step_together(changes)
         for piece, begin, change in zip(self._pieces, self._begins, changes):
             piece.copy_weights(piece.views_of(begin))
             piece.flat.copy_(change)
             piece.launch(Urgency.NOW)
         self._launched = True
-        self._rounds += 1
 
     @torch.no_grad()
-    def _start(self) -> None:
+    def _step_now(self) -> None:
+        # While one piece travels, the next one is made ready, and the one before is used.
         for piece, begin in zip(self._pieces, self._begins):
-            piece.flat.copy_(self._change(piece, begin))
-            piece.launch(Urgency.WAITED)
-        self._rounds += 1
-
-    @torch.no_grad()
-    def _finish(self) -> None:
+            piece.copy_weights()
+            torch.sub(begin, piece.flat, out=piece.flat)
+            piece.launch(Urgency.NOW)
         self._step_together()
-        for piece, common, begin in zip(self._pieces, self._common, self._begins):
-            piece.set_weights(piece.views_of(common))
-            begin.copy_(common)
 
     @staticmethod
     def _change(piece: Piece, begin: torch.Tensor) -> torch.Tensor:
         now = torch.zeros_like(begin)
         piece.copy_weights(piece.views_of(now))
-        return begin - now
+        return now.neg_().add_(begin)
 
-    def _step_together(self) -> None:
+    def _step_together(self, changes: Sequence[torch.Tensor] = ()) -> None:
+        """What ranks have changed since their changes began to travel is theirs alone."""
         lr, beta = self._exchange.outer_lr, self._exchange.outer_momentum
         self._launched = False
-        land_all(self._pieces)
-        for piece, common, momentum in zip(self._pieces, self._common, self._momentum):
-            momentum.mul_(beta).add_(piece.flat)
-            common.sub_(piece.flat, alpha=lr).sub_(momentum, alpha=lr * beta)
+        for number, (piece, common) in enumerate(zip(self._pieces, self._common)):
+            try:
+                piece.land()
+            except BaseException:
+                land_all(self._pieces)
+                raise
+            common.sub_(piece.flat, alpha=lr)
+            if self._momentum:
+                momentum = self._momentum[number].mul_(beta).add_(piece.flat)
+                common.sub_(momentum, alpha=lr * beta)
+            weights = common - changes[number] if changes else common
+            piece.set_weights(piece.views_of(weights))
+
+    def _piece_nbytes(self) -> float:
+        return min(super()._piece_nbytes(), _PIECE_NBYTES)
 
     def _land(self) -> None:
         self._launched = False
@@ -88,13 +100,11 @@ class Outer(BetweenSteps):
         if not self._launched:
             return
         changes = [self._change(piece, begin) for piece, begin in zip(self._pieces, self._begins)]
-        self._step_together()
-        for piece, common, change in zip(self._pieces, self._common, changes):
-            piece.set_weights(piece.views_of(common - change))
+        self._step_together(changes)
 
     def _all_equal(self) -> None:
-        for piece, common, begin in zip(self._pieces, self._common, self._begins):
-            for copy in (common, begin):
+        for copies in (self._common, self._begins):
+            for piece, copy in zip(self._pieces, copies):
                 piece.copy_weights(piece.views_of(copy))
 
     def _kept(self) -> dict[str, list[torch.Tensor]]:
@@ -102,7 +112,8 @@ class Outer(BetweenSteps):
         if self._launched:  # every rank has: soon it is there
             land_all(self._pieces)
             kept["arrived"] = [piece.flat for piece in self._pieces]
-        return kept | {"common": self._common, "begins": self._begins, "momentum": self._momentum}
+        kept |= {"common": self._common, "momentum": self._momentum}
+        return kept if self._begins is self._common else kept | {"begins": self._begins}
 
     def _restore(self, values: dict[str, dict[str, torch.Tensor]]) -> None:
         self._launched = "arrived" in values

@@ -2,6 +2,8 @@
 
 #include <sched.h>
 
+#include <algorithm>
+
 #include "common/clock.h"
 #include "engine/engine.h"
 #include "transport/node.h"
@@ -11,7 +13,9 @@ namespace {
 
 constexpr int kPausesPerLook = 16;  // between looks at the clock while spinning
 constexpr double kYieldUs = 200;    // after spinning, let others run but stay ready
-constexpr int kNapUs = 50;
+// Naps over a network grow with the wait: they cost a core that others need, and what comes
+// meanwhile waits in buffers.
+constexpr double kShortestNapUs = 50, kLongestNapUs = 300;
 constexpr int kSleepUs = 2000;  // where a peer wakes us; in between we look for control messages
 
 }  // namespace
@@ -32,14 +36,16 @@ void EngineWaiter::pause(Node* node) {
   // computes meanwhile, perhaps on this core.
   if (engine_.caller_drives_) {
     if (waited_us < patience_.spin_us()) return cpu_relax();
-    if (waited_us < patience_.spin_us() + kYieldUs) {
+    const bool yields = node || patience_.spin_us() > 0;
+    if (yields && waited_us < patience_.spin_us() + kYieldUs) {
       ::sched_yield();
       return;
     }
   }
   pauses_ = kPausesPerLook - 1;  // from here on every pause is a nap
   if (node) node->sleep(kSleepUs);
-  engine_.receive(node ? 0 : kNapUs);
+  const double nap_us = std::clamp(waited_us / 2, kShortestNapUs, kLongestNapUs);
+  engine_.receive(node ? 0 : static_cast<int>(nap_us));
   looked_s_ = now_s();
   engine_.tick();
   engine_.check_progress(now - began_s_, warned_s_);

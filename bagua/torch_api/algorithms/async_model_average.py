@@ -15,7 +15,7 @@ from bagua.torch_api.training import distributed_optimizers
 
 @dataclass(frozen=True)
 class AsyncModelAverageAlgorithm(Algorithm):
-    """Average every `sync_interval_ms`, after `warmup_steps` steps with averaged gradients."""
+    """Averages `sync_interval_ms` apart, after `warmup_steps` steps with averaged gradients."""
 
     peer_selection_mode: str = "all"
     sync_interval_ms: int = 500
