@@ -194,7 +194,8 @@ class BetweenSteps:
         for what, flats in self._kept().items():
             for piece, flat in zip(self._pieces, flats):
                 for name, view in zip(piece.names, piece.views_of(flat)):
-                    view.copy_(values[what][name])
+                    if what in values:  # else it began with this run's algorithm
+                        view.copy_(values[what][name])
 
     # ---- what a user may want to know ----------------------------------------------------------
 

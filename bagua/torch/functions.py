@@ -97,7 +97,7 @@ def broadcast_optimizer_state(
 
 
 def _broadcast(tensors: list[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:
-    # Those on a GPU apart, so that they can stay there.
+    # Those on a GPU apart, so that they can stay there: all ranks have the same ones on GPUs.
     for is_cpu in (True, False):
         if alike := [tensor for tensor in tensors if tensor.is_cpu == is_cpu]:
             ops.grouped_broadcast_(alike, root_rank, process_set=process_set)

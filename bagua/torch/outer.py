@@ -10,7 +10,8 @@ from bagua.common.kinds import Urgency
 from bagua.torch.between_steps import BetweenSteps
 from bagua.torch.pieces import Piece, land_all
 
-_PIECE_NBYTES = 8 << 20  # while one travels others are made ready and used
+# At most, if it is more than one parameter: while one piece travels the next is made ready.
+_PIECE_NBYTES = 8 << 20
 
 
 class Outer(BetweenSteps):
@@ -57,11 +58,10 @@ class Outer(BetweenSteps):
 
     @torch.no_grad()
     def _step_now(self) -> None:
-        # While one piece travels, the next one is made ready, and the one before is used.
         for piece, begin in zip(self._pieces, self._begins):
             piece.copy_weights()
             torch.sub(begin, piece.flat, out=piece.flat)
-            piece.launch(Urgency.NOW)
+            piece.launch(Urgency.WAITED if piece is self._pieces[-1] else Urgency.NOW)
         self._step_together()
 
     @staticmethod
@@ -74,12 +74,8 @@ class Outer(BetweenSteps):
         """What ranks have changed since their changes began to travel is theirs alone."""
         lr, beta = self._exchange.outer_lr, self._exchange.outer_momentum
         self._launched = False
+        land_all(self._pieces)
         for number, (piece, common) in enumerate(zip(self._pieces, self._common)):
-            try:
-                piece.land()
-            except BaseException:
-                land_all(self._pieces)
-                raise
             common.sub_(piece.flat, alpha=lr)
             if self._momentum:
                 momentum = self._momentum[number].mul_(beta).add_(piece.flat)
@@ -117,4 +113,4 @@ class Outer(BetweenSteps):
 
     def _restore(self, values: dict[str, dict[str, torch.Tensor]]) -> None:
         self._launched = "arrived" in values
-        super()._restore(values)
+        super()._restore({"begins": values["common"]} | values)

@@ -26,6 +26,7 @@ BAGUA_BOTH typename C::Gathered gather_block(const float* x) {
 template <int Bits>
 BAGUA_BOTH void pack(const uint8_t* codes, int n, uint8_t* wire) {
   if constexpr (Bits == 4) {
+    static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
     for (int j = 0; j < n / 2; ++j) {
       uint16_t two;
       memcpy(&two, codes + 2 * j, 2);

@@ -21,10 +21,11 @@ struct Coding {
 
   int64_t block() const;
   int64_t wire_nbytes(int64_t count) const;
-  // Neither memory needs alignment.
+  // No memory needs alignment beyond a float's, and wires none.
   void encode(const float* in, int64_t count, char* wire, Isa isa = best_isa()) const;
   void decode(const char* wire, int64_t count, float* out, Isa isa = best_isa()) const;
-  // The same past the caches, for a piece of a result larger than they are; see stream_copy.
+  // The same past the caches (see stream_copy), as decode does by itself from 8 MB on: for a piece
+  // of a large result.
   void decode_past(const char* wire, int64_t count, float* out, Isa isa = best_isa()) const;
   // What encoding loses is kept for the next time: encodes in + residual, and makes residual what
   // is left of that. Without a residual nothing is.

@@ -4,7 +4,7 @@
 //
 // A block format says
 //   kBlock, kBits       values of a block, bits of a code
-//   Gathered            what is gathered of a block before its values are coded, lane by lane
+//   Gathered            what is gathered of a block before its values are coded
 //   Head, Coder         what goes in front of the codes, and what a value is coded with
 //   head_of, coder_of   the head of n values, and a head's coder
 //   code, value         a value's code, and a code's value
@@ -65,7 +65,7 @@ BAGUA_BOTH float from_order(int32_t place) {
   return from_bits(static_cast<uint32_t>(place ^ (place >> 31 & 0x7fffffff)));
 }
 
-// The least and the greatest value. Which of two zeros is there heads must not tell.
+// The least and the greatest value. A head must not tell which of two zeros that is.
 struct Extremes {
   int32_t lo = 0x7fffffff, hi = -0x7fffffff;
   BAGUA_BOTH void add(float x) {

@@ -37,7 +37,7 @@ struct MinMax {
   }
   BAGUA_BOTH static uint32_t code(float x, const Coder& c) {
     // From 2^23 on a float has no fraction: adding 1.5 * 2^23 rounds to nearest even, and leaves
-    // the code in the last bits. A NaN, as a word, is above all others.
+    // the code in the last bits. What is no number is above `most`, as a word.
     constexpr uint32_t top = (1u << Bits) - 1, most = 0x4b400000u + top;
     const uint32_t place = bits_of((x - c.lo) * c.inverse + 12582912.0f);
     return (place < most ? place : most) & top;

@@ -70,6 +70,8 @@ struct Job {
   // with the exchange.
   std::function<void(int64_t begin, int64_t count)> prepare = {};
   std::function<void(int64_t begin, int64_t count)> arrived = {};
+  // Whether nobody here reads the elements of data soon: large ones go past the caches then.
+  bool leaves = false;
   // Called, if set, when all elements are final though the exchange goes on.
   std::function<void()> values_final = {};
   // An allreduce whose data is null: where its elements are instead, in order. What lies between

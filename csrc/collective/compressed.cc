@@ -107,7 +107,7 @@ class Exchange {
   }
 
   void take(const Stretch& segment, const char* wire) {
-    if (job_.nbytes() >= kStreamNbytes) {
+    if (job_.leaves && job_.nbytes() >= kStreamNbytes) {
       coding_.decode_past(wire, segment.count, data_ + segment.begin);
     } else {
       coding_.decode(wire, segment.count, data_ + segment.begin);

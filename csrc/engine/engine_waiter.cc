@@ -13,8 +13,7 @@ namespace {
 
 constexpr int kPausesPerLook = 16;  // between looks at the clock while spinning
 constexpr double kYieldUs = 200;    // after spinning, let others run but stay ready
-// Naps over a network grow with the wait: they cost a core that others need, and what comes
-// meanwhile waits in buffers.
+// Naps grow with the wait: they cost a core that others need.
 constexpr double kShortestNapUs = 50, kLongestNapUs = 300;
 constexpr int kSleepUs = 2000;  // where a peer wakes us; in between we look for control messages
 
@@ -23,7 +22,7 @@ constexpr int kSleepUs = 2000;  // where a peer wakes us; in between we look for
 void EngineWaiter::begin() {
   if (began_s_ > 0) patience_.waited((looked_s_ - began_s_) * 1e6);
   pauses_ = 0;
-  began_s_ = 0;
+  began_s_ = napping_since_s_ = 0;
 }
 
 void EngineWaiter::pause(Node* node) {
@@ -44,7 +43,8 @@ void EngineWaiter::pause(Node* node) {
   }
   pauses_ = kPausesPerLook - 1;  // from here on every pause is a nap
   if (node) node->sleep(kSleepUs);
-  const double nap_us = std::clamp(waited_us / 2, kShortestNapUs, kLongestNapUs);
+  if (napping_since_s_ == 0) napping_since_s_ = now;
+  const double nap_us = std::clamp((now - napping_since_s_) * 5e5, kShortestNapUs, kLongestNapUs);
   engine_.receive(node ? 0 : static_cast<int>(nap_us));
   looked_s_ = now_s();
   engine_.tick();

@@ -217,6 +217,7 @@ void exchange_allreduce(const std::vector<RequestPtr>& requests, Group& group,
     job.exact_in_nodes = d.exact_in_nodes;
     // Not of fragments: results come to them at the end.
     if (job.data && tensors.size() == 1) job.values_final = bench.values_final;
+    job.leaves = job.data && job.dtype == DType::kF32 && !bench.staging;
     if (bench.staging && (!is_linear(d.op) || group.size() == 1)) bench.staging->need();
     if (!is_linear(d.op) && d.prescale != 1) scale_all(job, d.prescale);
     if (group.size() == 1 && !bench.nccl) return scale_all(job, finish.factor);

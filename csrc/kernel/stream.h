@@ -15,8 +15,10 @@ void plain_copy(void* to, const void* from, size_t nbytes, Isa isa = best_isa())
 // For results larger than the caches, which nobody here reads soon: an ordinary store would first
 // fetch the line it overwrites. Others may see the bytes late: call stream_fence before telling
 // them. No overlap.
-constexpr size_t kStreamNbytes = 8 << 20;  // that results do not stay in the caches from here on
 void stream_copy(void* to, const void* from, size_t nbytes, Isa isa = best_isa());
 void stream_fence();
+
+// Results of so many bytes do not stay in the caches anyway.
+constexpr size_t kStreamNbytes = 8 << 20;
 
 }  // namespace bagua

@@ -21,6 +21,7 @@ from bagua.algorithms import (
     LowPrecisionDecentralized,
 )
 from bagua.common.core import core
+from bagua.torch import outer
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -205,7 +206,9 @@ def test_low_precision_decentralized(everyone, hvd, codec, inner):
     [LocalSGD(every=2), DiLoCo(every=3), DiLoCo(every=2, when="forward"), LocalSGD(every=1)],
     ids=repr,
 )
-def test_rounds(everyone, hvd, algorithm, inner):
+@pytest.mark.parametrize("piece_nbytes", [8 << 20, 4000])
+def test_rounds(everyone, hvd, algorithm, inner, piece_nbytes, monkeypatch):
+    monkeypatch.setattr(outer, "_PIECE_NBYTES", piece_nbytes)
     replicas = [Replica(rank, inner) for rank in range(everyone.size)]
     common = values(replicas)[0]
     begins = values(replicas)
@@ -272,6 +275,23 @@ def test_in_the_background(everyone, hvd):
     for param, shape in zip(replica.params, SHAPES):
         expected = noise(99, 0, shape) + (everyone.size - 1) / 2
         torch.testing.assert_close(param.detach(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_in_the_background_averages_are_apart(everyone, hvd):
+    replica = Replica(everyone.me, "sgd")
+    replica.optimizer.param_groups[0]["lr"] = 0.0
+    algorithm = AsyncModelAverage(sync_interval_ms=1e9)
+    optimizer = hvd.DistributedOptimizer(replica.optimizer, algorithm=algorithm)
+    for step in range(100):
+        if step == 50:  # the first average is over, or began before
+            with torch.no_grad():
+                for param in replica.params:
+                    param += everyone.me
+        replica.backward(step)
+        optimizer.step()
+    assert everyone.size == 1 or optimizer.consensus_distance() > 0.01
+    optimizer.settle()
+    assert optimizer.consensus_distance() < 1e-12
 
 
 def test_in_the_background_ranks_may_rest_and_be_slow(everyone, hvd):

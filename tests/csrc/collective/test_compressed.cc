@@ -105,6 +105,7 @@ void check(const Coding& coding, int n, int64_t count, bool feedback) {
     job.finish = finish;
     job.count = count;
     job.coding = &coding;
+    job.leaves = true;  // past the caches, where there is enough
     if (feedback) job.kept = {residual.data(), of_mean.data()};
     for (int round = 0; round < kRounds; ++round) {
       for (int64_t i = 0; i < count; ++i) data[static_cast<size_t>(i)] = noise(rank, round, i);
@@ -141,6 +142,8 @@ TEST(Compressed, IsWhatOneLoopOverAllRanksGives) {
 }
 
 TEST(Compressed, InSeveralSegments) { check(parse_coding("minmax_u8"), 2, 600001, true); }
+
+TEST(Compressed, MoreThanCachesHold) { check(parse_coding("minmax_u4"), 3, 2'200'001, true); }
 
 // What n ranks together send for an allreduce of so many values.
 int64_t sent_by_all(const Coding& coding, int n, int64_t count) {

@@ -56,18 +56,18 @@ TEST(NcclFailure, AResultThatNobodyWantsMayStillCome) {
 TEST(NcclFailure, ADeadPeerEndsWhatIsUnderWay) {
   const auto gpus = gpus_of(3);
   std::atomic<bool> go{false};
+  std::atomic<int> under_way{0};
   LoopbackWorld world(3);
   world.run([&](int rank) {
     Gpu& gpu = *gpus[static_cast<size_t>(rank)];
     std::vector<float> values(1000);
-    if (rank == 1)
-      gpu.device.run(gpu.stream, [&] {
-        while (!go) std::this_thread::yield();
-      });
+    if (rank == 1) gpu.hold(go);
     const auto handle = gpu.submit(world[rank], allreduce_of("x", values), Urgency::kWaited);
     finish(world[rank], handle);
     EXPECT_TRUE(handle->may_fail());
+    ++under_way;
     if (rank == 1) {  // before its device has come so far
+      while (under_way < 3) std::this_thread::yield();
       gpu.device.fail();
       return world.die(rank);
     }
