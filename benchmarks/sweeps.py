@@ -185,8 +185,6 @@ def as_rank(sweep: str, output: Path) -> int:
 
     torch.set_num_threads(1)
     figures = SWEEPS[sweep]()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()  # its threads outlive the interpreter otherwise
     if bagua.torch.rank() == 0:
         output.write_text(json.dumps(figures))
     return 0
