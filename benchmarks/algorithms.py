@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 import bagua.torch
-from bagua.algorithms import Algorithm, find, names
+from bagua.algorithms import Algorithm, LocalSGD, find, names
 
 COMPOSED = {
     "minmax_u4": Algorithm(codec="minmax_u4", error_feedback=True),
     "sign1": Algorithm(codec="sign1"),
+    "local_sgd_forward": LocalSGD(every=16, when="forward"),
 }
 
 Optimizers = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
