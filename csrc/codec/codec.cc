@@ -184,10 +184,10 @@ void Coding::decode(const char* wire, int64_t count, float* out, Isa isa) const 
 }
 
 void Coding::decode_past(const char* wire, int64_t count, float* out, Isa isa) const {
-  if (codec->sparse || codec->decode == Raw::decode)  // clears and adds little, or is a memcpy
-    return codec->decode(*this, wire, count, out, isa);
-  alignas(kLineNbytes) float said[Sign1::kBlock];
   constexpr int64_t tile = Sign1::kBlock;  // a multiple of every other block
+  alignas(kLineNbytes) float said[tile];
+  if (codec->sparse || wire_nbytes(tile) == sizeof said)  // clears and adds little; is a memcpy
+    return codec->decode(*this, wire, count, out, isa);
   for (int64_t at = 0; at < count; at += tile) {
     const int64_t n = std::min(tile, count - at);
     codec->decode(*this, wire, n, said, isa);

@@ -107,11 +107,9 @@ class Exchange {
   }
 
   void take(const Stretch& segment, const char* wire) {
-    if (job_.leaves && job_.nbytes() >= kStreamNbytes) {
-      coding_.decode_past(wire, segment.count, data_ + segment.begin);
-    } else {
-      coding_.decode(wire, segment.count, data_ + segment.begin);
-    }
+    const bool past = job_.leaves && job_.nbytes() >= kStreamNbytes;
+    const auto decode = past ? &Coding::decode_past : &Coding::decode;
+    (coding_.*decode)(wire, segment.count, data_ + segment.begin, best_isa());
     if (job_.arrived) job_.arrived(segment.begin, segment.count);
   }
 
