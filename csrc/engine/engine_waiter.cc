@@ -13,8 +13,8 @@ namespace {
 
 constexpr int kPausesPerLook = 16;  // between looks at the clock while spinning
 constexpr double kYieldUs = 200;    // after spinning, let others run but stay ready
-// Naps grow with the wait: they cost a core that others need.
-constexpr double kShortestNapUs = 50, kLongestNapUs = 300;
+constexpr int kNapUs = 50;
+constexpr int kLongestNapUs = 300;  // of naps that grow
 constexpr int kSleepUs = 2000;  // where a peer wakes us; in between we look for control messages
 
 }  // namespace
@@ -22,7 +22,8 @@ constexpr int kSleepUs = 2000;  // where a peer wakes us; in between we look for
 void EngineWaiter::begin() {
   if (began_s_ > 0) patience_.waited((looked_s_ - began_s_) * 1e6);
   pauses_ = 0;
-  began_s_ = napping_since_s_ = 0;
+  began_s_ = 0;
+  nap_us_ = kNapUs;
 }
 
 void EngineWaiter::pause(Node* node) {
@@ -31,21 +32,21 @@ void EngineWaiter::pause(Node* node) {
   if (began_s_ == 0) began_s_ = warned_s_ = now;
   looked_s_ = now;
   const double waited_us = (now - began_s_) * 1e6;
+  // Who shares a core looks less often whether something has come from elsewhere.
+  const bool own_core = patience_.spin_us() > 0;
   // A thread that has nothing else to do may spin. The coordination thread must not: the model
   // computes meanwhile, perhaps on this core.
   if (engine_.caller_drives_) {
     if (waited_us < patience_.spin_us()) return cpu_relax();
-    const bool yields = node || patience_.spin_us() > 0;
-    if (yields && waited_us < patience_.spin_us() + kYieldUs) {
+    if ((node || own_core) && waited_us < patience_.spin_us() + kYieldUs) {
       ::sched_yield();
       return;
     }
   }
   pauses_ = kPausesPerLook - 1;  // from here on every pause is a nap
   if (node) node->sleep(kSleepUs);
-  if (napping_since_s_ == 0) napping_since_s_ = now;
-  const double nap_us = std::clamp((now - napping_since_s_) * 5e5, kShortestNapUs, kLongestNapUs);
-  engine_.receive(node ? 0 : static_cast<int>(nap_us));
+  engine_.receive(node ? 0 : nap_us_);
+  if (!own_core) nap_us_ = std::min(nap_us_ + nap_us_ / 2, kLongestNapUs);
   looked_s_ = now_s();
   engine_.tick();
   engine_.check_progress(now - began_s_, warned_s_);

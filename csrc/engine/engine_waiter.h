@@ -20,10 +20,10 @@ class EngineWaiter : public Waiter {
   Engine& engine_;
   Patience patience_;
   double began_s_ = 0;
-  double napping_since_s_ = 0;
   double looked_s_ = 0;
   double warned_s_ = 0;
   int pauses_ = 0;
+  int nap_us_ = 0;
 };
 
 }  // namespace bagua
