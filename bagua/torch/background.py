@@ -32,9 +32,9 @@ class Background(BetweenSteps):
 
     @torch.no_grad()
     def _start(self) -> None:
-        for piece, copy in zip(self._pieces, self._copies):
+        for piece in self._pieces:
             piece.copy_weights()
-            self._given.append(copy.copy_(piece.flat))
+            self._given.append(piece.flat.clone())
             piece.launch(Urgency.NOW)
 
     @torch.no_grad()
@@ -66,7 +66,6 @@ class Background(BetweenSteps):
 
     def _build(self) -> None:
         super()._build()
-        self._copies = [torch.empty_like(piece.flat) for piece in self._pieces]
         self._given = []
         name = f"{self._prefix}.{self._generation}.marker"
         self._marker = Piece(name, [("", torch.zeros(1))], self._exchange, self._process_set)
