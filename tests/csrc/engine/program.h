@@ -88,11 +88,18 @@ struct Gpu : OwnDevice, Program {
   }
 };
 
-// So many, of which each has NCCL or none has.
-inline std::vector<std::unique_ptr<Gpu>> gpus_of(int count, bool has_nccl = true) {
-  std::vector<std::unique_ptr<Gpu>> gpus;
-  for (int i = 0; i < count; ++i) gpus.push_back(std::make_unique<Gpu>(has_nccl));
-  return gpus;
-}
+// Ranks with a GPU each; all have NCCL, or none has.
+struct GpuWorld {
+  explicit GpuWorld(int size, bool has_nccl = true) : ranks(size) {
+    for (int i = 0; i < size; ++i) gpus.push_back(std::make_unique<Gpu>(has_nccl));
+  }
+  // Calls body(rank, gpu, engine) on every rank.
+  template <class Body>
+  void run(Body&& body) {
+    ranks.run([&](int rank) { body(rank, *gpus[static_cast<size_t>(rank)], ranks[rank]); });
+  }
+  std::vector<std::unique_ptr<Gpu>> gpus;  // outlive the engines
+  LoopbackWorld ranks;
+};
 
 }  // namespace bagua

@@ -23,10 +23,8 @@ std::shared_ptr<char> cleared(PretendDevice& device, size_t nbytes) {
 TEST(NcclExchange, ReducesWhatADeviceHasYetToCompute) {
   for (const int n : {2, 3}) {
     const int before = FakeNccl::calls();
-    const auto gpus = gpus_of(n);
-    LoopbackWorld world(n);
-    world.run([&](int rank) {
-      Gpu& gpu = *gpus[static_cast<size_t>(rank)];
+    GpuWorld world(n);
+    world.run([&](int rank, Gpu& gpu, Engine& engine) {
       std::vector<float> values(100'000);
       for (int step = 0; step < 4; ++step) {
         gpu.compute(values, static_cast<float>(rank + step));
@@ -34,23 +32,22 @@ TEST(NcclExchange, ReducesWhatADeviceHasYetToCompute) {
         request->description.prescale = step == 2 ? 0.5 : 1;
         request->name += std::to_string(step == 2);
         const float sum = static_cast<float>(n * (n - 1)) / 2 + static_cast<float>(n * step);
-        EXPECT_EQ(gpu.exchange(world[rank], request, values),
+        EXPECT_EQ(gpu.exchange(engine, request, values),
                   all(values.size(), step == 2 ? sum / 2 : sum));
       }
       gpu.compute(values, static_cast<float>(rank));
       RequestPtr mean = allreduce_of("mean", values, ReduceOp::kAverage);
       mean->description.postscale = 4;
-      EXPECT_EQ(gpu.exchange(world[rank], mean, values),
+      EXPECT_EQ(gpu.exchange(engine, mean, values),
                 all(values.size(), 2 * static_cast<float>(n - 1)));
       gpu.compute(values, static_cast<float>(rank));
       RequestPtr most = allreduce_of("max", values, ReduceOp::kMax);
-      EXPECT_EQ(gpu.exchange(world[rank], most, values),
-                all(values.size(), static_cast<float>(n - 1)));
+      EXPECT_EQ(gpu.exchange(engine, most, values), all(values.size(), static_cast<float>(n - 1)));
       RequestPtr broadcast = request_of(OpKind::kBroadcast, "b");
       broadcast->description.root = n - 1;
       add_vector(*broadcast, values);
       gpu.compute(values, static_cast<float>(rank));
-      EXPECT_EQ(gpu.exchange(world[rank], broadcast, values),
+      EXPECT_EQ(gpu.exchange(engine, broadcast, values),
                 all(values.size(), static_cast<float>(n - 1)));
     });
     EXPECT_EQ(FakeNccl::calls() - before, 7 * n) << "all of them went that way";
@@ -58,32 +55,28 @@ TEST(NcclExchange, ReducesWhatADeviceHasYetToCompute) {
 }
 
 TEST(NcclExchange, TheEngineDoesNotWaitForTheDevice) {
-  const auto gpus = gpus_of(2);
-  LoopbackWorld world(2);
-  world.run([&](int rank) {
-    Gpu& gpu = *gpus[static_cast<size_t>(rank)];
+  GpuWorld world(2);
+  world.run([&](int, Gpu& gpu, Engine& engine) {
     std::vector<float> values(1000);
     gpu.compute(values, 1);
-    gpu.exchange(world[rank], allreduce_of("x", values), values);
+    gpu.exchange(engine, allreduce_of("x", values), values);
     std::atomic<bool> go{false};
     gpu.hold(go);
-    const auto handle = gpu.submit(world[rank], allreduce_of("x", values), Urgency::kWaited);
-    finish(world[rank], handle);  // though the stream has not come so far
+    const auto handle = gpu.submit(engine, allreduce_of("x", values), Urgency::kWaited);
+    finish(engine, handle);  // though the stream has not come so far
     go = true;
-    EXPECT_EQ(gpu.read(world[rank], handle, values), all(values.size(), 4));
+    EXPECT_EQ(gpu.read(engine, handle, values), all(values.size(), 4));
   });
 }
 
 TEST(NcclExchange, TensorsThatShareMemory) {
-  const auto gpus = gpus_of(2);
-  LoopbackWorld world(2);
-  world.run([&](int rank) {
-    Gpu& gpu = *gpus[static_cast<size_t>(rank)];
+  GpuWorld world(2);
+  world.run([&](int, Gpu& gpu, Engine& engine) {
     std::vector<float> values(5000);
     gpu.compute(values, 1);
     RequestPtr request = allreduce_of("x", values);
     add_vector(*request, values);
-    EXPECT_EQ(gpu.exchange(world[rank], request, values), all(values.size(), 2));
+    EXPECT_EQ(gpu.exchange(engine, request, values), all(values.size(), 2));
   });
 }
 
@@ -92,14 +85,12 @@ TEST(NcclExchange, GathersAndScatters) {
   const int n = 3;
   for (const bool alike : {true, false}) {
     const int before = FakeNccl::calls();
-    const auto gpus = gpus_of(n);
-    LoopbackWorld world(n);
-    world.run([&](int rank) {
-      Gpu& gpu = *gpus[static_cast<size_t>(rank)];
+    GpuWorld world(n);
+    world.run([&](int rank, Gpu& gpu, Engine& engine) {
       const auto mine = static_cast<float>(rank);
       // Of the result, what the device will have put there.
       const auto seen = [&](const HandlePtr& handle) {
-        finish(world[rank], handle);
+        finish(engine, handle);
         const Output& output = handle->outputs.at(0);
         EXPECT_TRUE(output.on_device);
         int64_t rows = 0;
@@ -123,7 +114,7 @@ TEST(NcclExchange, GathersAndScatters) {
       allgather->description.add_tensor(DType::kF32, {kAnyExtent, 10});
       allgather->parts.push_back({reinterpret_cast<const char*>(given.data()), nullptr});
       allgather->rows.push_back(my_rows);
-      EXPECT_EQ(seen(gpu.submit(world[rank], allgather)), all_given);
+      EXPECT_EQ(seen(gpu.submit(engine, allgather)), all_given);
 
       // Rank r sends r + 1 rows to everyone, or one.
       std::vector<float> sent(static_cast<size_t>(n * (alike ? 1 : rank + 1)) * 10), all_sent;
@@ -136,7 +127,7 @@ TEST(NcclExchange, GathersAndScatters) {
       alltoall->parts.push_back({reinterpret_cast<const char*>(sent.data()), nullptr});
       alltoall->rows.push_back(n * (alike ? 1 : rank + 1));
       alltoall->splits.assign(n, alike ? 1 : rank + 1);
-      EXPECT_EQ(seen(gpu.submit(world[rank], alltoall)), all_sent);
+      EXPECT_EQ(seen(gpu.submit(engine, alltoall)), all_sent);
 
       const size_t rows = alike ? 6 : 7;
       const size_t share = alike || rank > 0 ? 2 : 3;
@@ -147,8 +138,7 @@ TEST(NcclExchange, GathersAndScatters) {
       reducescatter->description.add_tensor(DType::kF32, {static_cast<int64_t>(rows), 10});
       reducescatter->parts.push_back(
           {reinterpret_cast<const char*>(reduced.data()), reinterpret_cast<char*>(slice.data())});
-      EXPECT_EQ(gpu.exchange(world[rank], reducescatter, slice),
-                all(slice.size(), 2 * (0 + 1 + 2)));
+      EXPECT_EQ(gpu.exchange(engine, reducescatter, slice), all(slice.size(), 2 * (0 + 1 + 2)));
     });
     EXPECT_GE(FakeNccl::calls() - before, 3 * n);
   }
@@ -161,18 +151,16 @@ TEST(NcclExchange, CodesLikeACpu) {
     for (const std::string codec : {"fp16", "minmax_u8", "minmax_u4", "fp8_e4m3", "sign1"})
       for (const int64_t count : {3, 20'011}) {
         const int before = FakeNccl::calls();
-        const auto gpus = gpus_of(n, has_nccl);
-        LoopbackWorld world(n);
-        world.run([&](int rank) {
-          Gpu& gpu = *gpus[static_cast<size_t>(rank)];
+        GpuWorld world(n, has_nccl);
+        world.run([&](int rank, Gpu& gpu, Engine& engine) {
           Description how;
           how.op = ReduceOp::kAverage;
           how.codec = codec;
           const auto allocate = [&](size_t nbytes) { return cleared(gpu.device, nbytes); };
-          Bucket there(world.engines[static_cast<size_t>(rank)], "there", DType::kF32,
+          Bucket there(world.ranks.engines[static_cast<size_t>(rank)], "there", DType::kF32,
                        {count - 1, 1}, how, 0, 0, 2, &gpu.device, allocate);
-          Bucket here(world.engines[static_cast<size_t>(rank)], "here", DType::kF32, {count - 1, 1},
-                      how, 0, 0, 2);
+          Bucket here(world.ranks.engines[static_cast<size_t>(rank)], "here", DType::kF32,
+                      {count - 1, 1}, how, 0, 0, 2);
           const auto values_of = [&](float* data) {
             return std::vector<float>(data, data + count);
           };
@@ -189,10 +177,10 @@ TEST(NcclExchange, CodesLikeACpu) {
             gpu.device.run(gpu.stream, [&] {
               for (int64_t i = 0; i < count; ++i) on_device[i] = value(i);
             });
-            finish(world[rank], here.launch(Urgency::kNow));
+            finish(engine, here.launch(Urgency::kNow));
             const auto handle =
                 there.launch(Urgency::kNow, {}, nullptr, {gpu.device.mark(gpu.stream)});
-            finish(world[rank], handle);
+            finish(engine, handle);
             handle->make_follow(gpu.stream);
             gpu.device.drain(gpu.stream);
             EXPECT_EQ(values_of(on_device), values_of(on_host)) << codec << " step " << step;
@@ -239,64 +227,57 @@ TEST(NcclExchange, RanksThatAreInDifferentPlacesAreTold) {
 
 TEST(NcclExchange, ARankThatHasJoinedGivesZeros) {
   for (const bool has_nccl : {true, false}) {
-    const auto gpus = gpus_of(3, has_nccl);
-    LoopbackWorld world(3);
-    world.run([&](int rank) {
-      Gpu& gpu = *gpus[static_cast<size_t>(rank)];
+    GpuWorld world(3, has_nccl);
+    world.run([&](int rank, Gpu& gpu, Engine& engine) {
       std::vector<float> values(1000);
       for (int step = 0; step <= rank; ++step) {
         gpu.compute(values, 1);
-        EXPECT_EQ(gpu.exchange(world[rank], allreduce_of("x", values), values),
+        EXPECT_EQ(gpu.exchange(engine, allreduce_of("x", values), values),
                   all(values.size(), static_cast<float>(3 - step)));
       }
-      EXPECT_EQ(join(world[rank]), 2);
+      EXPECT_EQ(join(engine), 2);
     });
   }
 }
 
 // What is agreed together does not travel together unless it is in one place.
 TEST(NcclExchange, BesideTensorsOfTheHost) {
-  const auto gpus = gpus_of(2);
-  LoopbackWorld world(2);
-  world.run([&](int rank) {
-    Gpu& gpu = *gpus[static_cast<size_t>(rank)];
+  GpuWorld world(2);
+  world.run([&](int, Gpu& gpu, Engine& engine) {
     std::vector<float> there(100), more(100), here(100, 1);
     std::vector<int32_t> numbers(100, 1);
     gpu.compute(there, 1);
     gpu.compute(more, 2);
-    Engine& engine = world[rank];
     const std::vector<HandlePtr> handles = {
         gpu.submit(engine, allreduce_of("there", there), Urgency::kSoon),
         engine.submit(allreduce_of("here", here), Urgency::kSoon),
         gpu.submit(engine, allreduce_of("more", more), Urgency::kSoon),
         engine.submit(allreduce_of("numbers", numbers), Urgency::kSoon)};
-    EXPECT_EQ(gpu.read(world[rank], handles[0], there), all(100, 2));
-    EXPECT_EQ(gpu.read(world[rank], handles[2], more), all(100, 4));
-    finish(world[rank], handles[1]);
-    finish(world[rank], handles[3]);
+    EXPECT_EQ(gpu.read(engine, handles[0], there), all(100, 2));
+    EXPECT_EQ(gpu.read(engine, handles[2], more), all(100, 4));
+    finish(engine, handles[1]);
+    finish(engine, handles[3]);
     EXPECT_EQ(here, all(100, 2));
     EXPECT_EQ(numbers, std::vector<int32_t>(100, 2));
   });
 }
 
 TEST(NcclExchange, OfSomeRanksAndOfOne) {
-  const auto gpus = gpus_of(3);
   const int before = FakeNccl::finalized();
   {
-    LoopbackWorld world(3);
-    world.run([&](int rank) {
-      Gpu& gpu = *gpus[static_cast<size_t>(rank)];
+    GpuWorld world(3);
+    world.run([&](int rank, Gpu& gpu, Engine& engine) {
       std::vector<float> values(1000);
-      const int32_t some = add_set(world[rank], {0, 2});
-      const int32_t one = add_set(world[rank], {1});
+      const int32_t some = add_set(engine, {0, 2});
+      const int32_t one = add_set(engine, {1});
       for (const int32_t set : {some, one}) {
         if ((set == some) == (rank == 1)) continue;
         gpu.compute(values, 1);
         RequestPtr request = allreduce_of("x", values, ReduceOp::kSum, set);
         request->description.prescale = 3;
-        EXPECT_EQ(gpu.exchange(world[rank], request, values), all(1000, set == some ? 6 : 3));
+        EXPECT_EQ(gpu.exchange(engine, request, values), all(1000, set == some ? 6 : 3));
       }
-      remove_set(world[rank], some);
+      remove_set(engine, some);
     });
   }
   EXPECT_EQ(FakeNccl::finalized() - before, 3) << "all communicators have come to their end";
@@ -318,20 +299,18 @@ TEST(NcclExchange, ShortFloatsAreScaledExactly) {
 
 // It may have had its first tensor on a device in the decision in which it has joined.
 TEST(NcclExchange, ARankThatJoinsAtOnce) {
-  const auto gpus = gpus_of(2);
-  LoopbackWorld world(2);
-  world.run([&](int rank) {
-    Gpu& gpu = *gpus[static_cast<size_t>(rank)];
+  GpuWorld world(2);
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
     std::vector<float> x(1000), a(1000);
     gpu.compute(x, 1);
     gpu.compute(a, 1);
-    const auto first = gpu.submit(world[rank], allreduce_of("x", x), Urgency::kSoon);
+    const auto first = gpu.submit(engine, allreduce_of("x", x), Urgency::kSoon);
     if (rank == 0) {
-      const auto second = gpu.submit(world[rank], allreduce_of("a", a), Urgency::kSoon);
-      EXPECT_EQ(gpu.read(world[rank], second, a), all(1000, 1));
+      const auto second = gpu.submit(engine, allreduce_of("a", a), Urgency::kSoon);
+      EXPECT_EQ(gpu.read(engine, second, a), all(1000, 1));
     }
-    EXPECT_EQ(join(world[rank]), 0);
-    EXPECT_EQ(gpu.read(world[rank], first, x), all(1000, 2));
+    EXPECT_EQ(join(engine), 0);
+    EXPECT_EQ(gpu.read(engine, first, x), all(1000, 2));
   });
 }
 

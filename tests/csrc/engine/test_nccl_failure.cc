@@ -14,19 +14,17 @@ namespace bagua {
 namespace {
 
 TEST(NcclFailure, MemoryOfWhatNobodyWaitsForStays) {
-  const auto gpus = gpus_of(2);
-  LoopbackWorld world(2);
-  world.run([&](int rank) {
-    Gpu& gpu = *gpus[static_cast<size_t>(rank)];
+  GpuWorld world(2);
+  world.run([&](int, Gpu& gpu, Engine& engine) {
     std::atomic<bool> go{false};
     gpu.hold(go);
     auto values = std::make_shared<std::vector<float>>(1000, 1.0f);
     const std::weak_ptr<std::vector<float>> memory = values;
     RequestPtr request = gpu.on_device(allreduce_of("x", *values));
     request->keepalive = std::move(values);
-    finish(world[rank], world[rank].submit(std::move(request), Urgency::kWaited));
+    finish(engine, engine.submit(std::move(request), Urgency::kWaited));
     std::vector<float> other(1, 1);
-    call(world[rank], allreduce_of("y", other));  // the engine goes on meanwhile
+    call(engine, allreduce_of("y", other));  // the engine goes on meanwhile
     gpu.device.let_go();
     EXPECT_FALSE(memory.expired());
     go = true;
@@ -37,44 +35,40 @@ TEST(NcclFailure, MemoryOfWhatNobodyWaitsForStays) {
 }
 
 TEST(NcclFailure, AResultThatNobodyWantsMayStillCome) {
-  const auto gpus = gpus_of(2);
-  LoopbackWorld world(2);
-  world.run([&](int rank) {
-    Gpu& gpu = *gpus[static_cast<size_t>(rank)];
+  GpuWorld world(2);
+  world.run([&](int, Gpu& gpu, Engine& engine) {
     for (int i = 0; i < 20; ++i) {
       auto given = std::make_shared<std::vector<float>>(1000);
       gpu.compute(*given, 1);
       RequestPtr gather = request_of(OpKind::kAllgather, "gather");
       add_vector(*gather, *given, 10);
       gather->keepalive = std::move(given);
-      finish(world[rank], gpu.submit(world[rank], gather));
+      finish(engine, gpu.submit(engine, gather));
       gather.reset();
     }
   });
 }
 
 TEST(NcclFailure, ADeadPeerEndsWhatIsUnderWay) {
-  const auto gpus = gpus_of(3);
   std::atomic<bool> go{false};
   std::atomic<int> under_way{0};
-  LoopbackWorld world(3);
-  world.run([&](int rank) {
-    Gpu& gpu = *gpus[static_cast<size_t>(rank)];
+  GpuWorld world(3);
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
     std::vector<float> values(1000);
     if (rank == 1) gpu.hold(go);
-    const auto handle = gpu.submit(world[rank], allreduce_of("x", values), Urgency::kWaited);
-    finish(world[rank], handle);
+    const auto handle = gpu.submit(engine, allreduce_of("x", values), Urgency::kWaited);
+    finish(engine, handle);
     EXPECT_TRUE(handle->may_fail());
     ++under_way;
     if (rank == 1) {  // before its device has come so far
       while (under_way < 3) std::this_thread::yield();
       gpu.device.fail();
-      return world.die(rank);
+      return world.ranks.die(rank);
     }
     const double late_s = now_s() + kHangS;
-    while (!world[rank].failure() && now_s() < late_s) std::this_thread::yield();
-    ASSERT_TRUE(world[rank].failure());
-    EXPECT_CONTAINS(world[rank].failure()->what, "rank 1");
+    while (!engine.failure() && now_s() < late_s) std::this_thread::yield();
+    ASSERT_TRUE(engine.failure());
+    EXPECT_CONTAINS(engine.failure()->what, "rank 1");
     handle->make_follow(gpu.stream);
     gpu.device.drain(gpu.stream);  // nothing on the device waits for ever
   });
@@ -82,15 +76,13 @@ TEST(NcclFailure, ADeadPeerEndsWhatIsUnderWay) {
 }
 
 TEST(NcclFailure, AnErrorOfNcclLeavesNoGroupOpen) {
-  const auto gpus = gpus_of(2);
-  LoopbackWorld world(2);
+  GpuWorld world(2);
   FakeNccl::fail_next();
-  world.run([&](int rank) {
-    Gpu& gpu = *gpus[static_cast<size_t>(rank)];
+  world.run([&](int, Gpu& gpu, Engine& engine) {
     std::vector<float> values(1000);
     gpu.compute(values, 1);
     const std::string text = error_of<PeerError>([&] {
-      for (;;) call(world[rank], gpu.on_device(allreduce_of("x", values)));
+      for (;;) call(engine, gpu.on_device(allreduce_of("x", values)));
     });
     EXPECT_CONTAINS(text, "a fake error");
     EXPECT_EQ(FakeNccl::depth(), 0);
@@ -98,21 +90,19 @@ TEST(NcclFailure, AnErrorOfNcclLeavesNoGroupOpen) {
 }
 
 TEST(NcclFailure, ABrokenDeviceIsAnErrorAndNoHang) {
-  const auto gpus = gpus_of(2);
-  LoopbackWorld world(2);
-  world.run([&](int rank) {
-    Gpu& gpu = *gpus[static_cast<size_t>(rank)];
+  GpuWorld world(2);
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
     std::vector<float> values(1000);
     gpu.compute(values, 1);
-    gpu.exchange(world[rank], allreduce_of("x", values), values);
+    gpu.exchange(engine, allreduce_of("x", values), values);
     // In the order of submission, so that both have had theirs.
     std::vector<float> other(1, 1);
-    call(world[rank], allreduce_of("y", other));
+    call(engine, allreduce_of("y", other));
     RequestPtr request = gpu.on_device(allreduce_of("x", values));
     if (rank == 1) gpu.device.fail();
     std::string text;
     try {
-      for (int i = 0;; ++i) call(world[rank], i == 0 ? request : allreduce_of("y", other));
+      for (int i = 0;; ++i) call(engine, i == 0 ? request : allreduce_of("y", other));
     } catch (const Error& error) {
       text = error.what();
     }
