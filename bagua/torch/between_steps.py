@@ -17,7 +17,7 @@ from bagua.common.kinds import Average, Sum
 from bagua.common.objects import broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
-from bagua.torch import kept, ops
+from bagua.torch import capture, kept, ops
 from bagua.torch.arrays import dtype_name
 from bagua.torch.checks import check_parameters, checked_names
 from bagua.torch.pieces import Piece, land_all, pieces_of
@@ -61,6 +61,7 @@ class BetweenSteps:
 
     def synchronize(self) -> None:
         """The optimizer is about to step."""
+        capture.refuse(self._all_params, f"{self.algorithm!r} counts its steps on the host")
         self.refresh()
         if not self._begun:
             self._begin()

@@ -27,7 +27,7 @@ from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.objects import broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
-from bagua.torch import kept, lost
+from bagua.torch import capture, kept, lost
 from bagua.torch.bucket_plan import Plan
 from bagua.torch.buckets import Bucket, Fold, Slot, claims
 from bagua.torch.checks import check_parameters, checked_names
@@ -180,6 +180,10 @@ class Gradients:
                 "and that are no plain averages; use backward_passes_per_step, no_sync() or "
                 "zero_grad()"
             )
+        if self._watch is not None:
+            capture.refuse(self._params, "check_finite has the host look at numbers; turn it off")
+        if self._order is not None or self._rebuild_due or self._state_due:
+            capture.refuse(self._params, "ranks settle on buckets first; take two before")
         self._in_backward = True
         self._unshared = True
         self._silent = self.paused or self._passes + 1 < self.passes_per_step

@@ -14,7 +14,7 @@ from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.process_set import ProcessSet, global_process_set
 from bagua.common.world import world
-from bagua.torch import kept, safety
+from bagua.torch import capture, kept, safety
 from bagua.torch.background import Background
 from bagua.torch.between_steps import BetweenSteps
 from bagua.torch.checks import check_algorithm
@@ -257,6 +257,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         now, wanted = self._driver, self._algorithm.at(self._step - self._since)
         if wanted == now.algorithm:
             return
+        capture.refuse(self._all_params(), f"from here on it is {wanted!r}; take some steps before")
         if isinstance(now, Gradients) and wanted.what in ("grad", "momentum"):
             now.change(wanted)
         else:
@@ -270,9 +271,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _check_replicas(self) -> None:
         every = int(world().config.check_replicas_every)
-        if not every or self._step % every or not isinstance(self._driver, Gradients):
+        if not every or not isinstance(self._driver, Gradients):
+            return
+        capture.refuse(self._all_params(), "check_replicas_every has the host look at weights")
+        if self._step % every:
             return
         safety.check_replicas(self._driver.named(), "replicas", self._process_set)
+
+    def _all_params(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
 
     # GradScaler would hand its scale to this object; so it unscales the gradients itself.
     _step_supports_amp_scaling = False

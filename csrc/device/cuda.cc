@@ -78,24 +78,28 @@ class CudaDevice : public Device {
 
   Mark mark(Stream stream) override {
     const Current current(number_);
-    const cudaEvent_t event = take_event();
-    Mark mark(event, [this](void* e) { give_back(static_cast<cudaEvent_t>(e)); });
-    check(cudaEventRecord(event, as_stream(stream)), "cudaEventRecord");
-    return mark;
+    std::shared_ptr<Event> event(take_event(), [this](Event* e) { give_back(e); });
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(as_stream(stream), &status), "cudaStreamIsCapturing");
+    event->captured = status == cudaStreamCaptureStatusActive;
+    check(cudaEventRecord(event->event, as_stream(stream)), "cudaEventRecord");
+    return event;
   }
   void follow(Stream stream, const Mark& mark) override {
     if (!mark) return;
     const Current current(number_);
-    check(cudaStreamWaitEvent(as_stream(stream), as_event(mark), 0), "cudaStreamWaitEvent");
+    check(cudaStreamWaitEvent(as_stream(stream), as_event(mark).event, 0), "cudaStreamWaitEvent");
   }
   bool reached(const Mark& mark) override {
     if (!mark) return true;
+    if (captured(mark)) return false;
     const Current current(number_);
-    const cudaError_t status = cudaEventQuery(as_event(mark));
+    const cudaError_t status = cudaEventQuery(as_event(mark).event);
     if (status == cudaErrorNotReady) return cudaGetLastError(), false;
     check(status, "cudaEventQuery");
     return true;
   }
+  bool captured(const Mark& mark) const override { return mark && as_event(mark).captured; }
   void copy(void* to, const void* from, size_t nbytes, Stream stream) override {
     const Current current(number_);
     check(cudaMemcpyAsync(to, from, nbytes, cudaMemcpyDefault, as_stream(stream)),
@@ -157,23 +161,27 @@ class CudaDevice : public Device {
   }
 
  private:
+  struct Event {
+    cudaEvent_t event = nullptr;
+    bool captured = false;
+  };
   static cudaStream_t as_stream(Stream stream) { return static_cast<cudaStream_t>(stream); }
-  static cudaEvent_t as_event(const Mark& mark) { return static_cast<cudaEvent_t>(mark.get()); }
+  static const Event& as_event(const Mark& mark) { return *static_cast<Event*>(mark.get()); }
 
-  cudaEvent_t take_event() {
+  Event* take_event() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (!events_.empty()) {
-        const cudaEvent_t event = events_.back();
+        Event* const event = events_.back();
         events_.pop_back();
         return event;
       }
     }
     cudaEvent_t event = nullptr;
     check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-    return event;
+    return new Event{event};
   }
-  void give_back(cudaEvent_t event) {
+  void give_back(Event* event) {
     std::lock_guard<std::mutex> lock(mutex_);
     events_.push_back(event);
   }
@@ -181,7 +189,7 @@ class CudaDevice : public Device {
   const int number_;
   std::string name_, identity_;
   std::mutex mutex_;
-  std::vector<cudaEvent_t> events_;
+  std::vector<Event*> events_;  // that nobody waits for
 };
 
 }  // namespace

@@ -33,6 +33,9 @@ class Device {
   // stream itself.
   virtual void follow(Stream stream, const Mark& mark) = 0;
   virtual bool reached(const Mark& mark) = 0;
+  // Whether the stream's work was being captured in a graph there, which will do it whenever its
+  // owner likes: such a mark counts as never reached.
+  virtual bool captured(const Mark& mark) const = 0;
   // Between the host and the device, either way. Returns at once if the host's memory is pinned.
   virtual void copy(void* to, const void* from, size_t nbytes, Stream stream) = 0;
   // Waits until the stream has nothing to do.

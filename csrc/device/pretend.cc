@@ -9,6 +9,22 @@
 
 namespace bagua {
 
+// In the order in which it was given, which is one that every stream's order allows.
+class PretendDevice::Graph {
+ public:
+  void add(std::function<void()> piece) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    pieces_.push_back(std::move(piece));
+  }
+  void join(Stream stream, const std::shared_ptr<Graph>& self);
+
+ private:
+  friend class PretendDevice;
+  std::mutex mutex_;
+  std::vector<std::function<void()>> pieces_;
+  std::vector<Worker*> workers_;
+};
+
 struct PretendDevice::Worker {
   explicit Worker(int work_us) : thread([this, work_us] { work(work_us); }) {}
   ~Worker() {
@@ -18,10 +34,12 @@ struct PretendDevice::Worker {
   void give(std::function<void()> piece) {
     {
       std::lock_guard<std::mutex> lock(mutex);
+      if (capture) return capture->add(std::move(piece));
       queue.push_back(std::move(piece));
     }
     changed.notify_one();
   }
+  static std::shared_ptr<Graph> capture_of(Stream stream);
   void work(int work_us) {
     for (;;) {
       std::unique_lock<std::mutex> lock(mutex);
@@ -38,7 +56,8 @@ struct PretendDevice::Worker {
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<std::function<void()>> queue;
-  std::thread thread;  // last: starts when everything else is there
+  std::shared_ptr<Graph> capture;  // mutex: what notes its work, if it is captured
+  std::thread thread;              // last: starts when everything else is there
 };
 
 struct PretendDevice::Reached {
@@ -54,7 +73,40 @@ struct PretendDevice::Reached {
   std::mutex mutex;
   std::condition_variable changed;
   bool is_set = false;
+  std::shared_ptr<Graph> graph;  // where the stream was captured
 };
+
+std::shared_ptr<PretendDevice::Graph> PretendDevice::Worker::capture_of(Stream stream) {
+  if (!stream) return nullptr;
+  Worker& worker = *static_cast<Worker*>(stream);
+  std::lock_guard<std::mutex> lock(worker.mutex);
+  return worker.capture;
+}
+
+void PretendDevice::Graph::join(Stream stream, const std::shared_ptr<Graph>& self) {
+  Worker& worker = *static_cast<Worker*>(stream);
+  std::scoped_lock lock(worker.mutex, mutex_);
+  if (worker.capture == self) return;
+  worker.capture = self;
+  workers_.push_back(&worker);
+}
+
+void PretendDevice::end(Graph& graph) {
+  for (Worker* worker : graph.workers_) {
+    std::lock_guard<std::mutex> lock(worker->mutex);
+    worker->capture = nullptr;
+  }
+}
+
+std::shared_ptr<PretendDevice::Graph> PretendDevice::capture(Stream stream) {
+  auto graph = std::make_shared<Graph>();
+  graph->join(stream, graph);
+  return graph;
+}
+
+void PretendDevice::replay(Stream stream, const std::shared_ptr<Graph>& graph) {
+  for (const auto& piece : graph->pieces_) run(stream, piece);
+}
 
 PretendDevice::PretendDevice(int work_us) : work_us_(work_us) {}
 PretendDevice::~PretendDevice() = default;
@@ -67,13 +119,21 @@ void PretendDevice::run(Stream stream, std::function<void()> work) {
 Device::Mark PretendDevice::mark(Stream stream) {
   check();
   auto reached = std::make_shared<Reached>();
-  run(stream, [reached] { reached->set(); });
+  reached->graph = Worker::capture_of(stream);
+  if (!reached->graph) run(stream, [reached] { reached->set(); });
   return reached;
 }
 
 void PretendDevice::follow(Stream stream, const Mark& mark) {
   if (!mark) return;
-  run(stream, [reached = std::static_pointer_cast<Reached>(mark)] { reached->wait(); });
+  const auto reached = std::static_pointer_cast<Reached>(mark);
+  if (reached->graph) return reached->graph->join(stream, reached->graph);
+  if (Worker::capture_of(stream)) throw InternalError("what is captured waits for nothing else");
+  run(stream, [reached] { reached->wait(); });
+}
+
+bool PretendDevice::captured(const Mark& mark) const {
+  return mark && static_cast<Reached*>(mark.get())->graph;
 }
 
 void PretendDevice::check() const {

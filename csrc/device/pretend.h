@@ -28,6 +28,7 @@ class PretendDevice : public Device {
   Mark mark(Stream stream) override;
   void follow(Stream stream, const Mark& mark) override;
   bool reached(const Mark& mark) override;
+  bool captured(const Mark& mark) const override;
   void copy(void* to, const void* from, size_t nbytes, Stream stream) override;
   void drain(Stream stream) override;
   std::shared_ptr<char> allocate(size_t nbytes) override;
@@ -47,6 +48,12 @@ class PretendDevice : public Device {
   }
   // Gives a stream any work.
   void run(Stream stream, std::function<void()> work);
+  // What the stream, and those that follow it, are given until the end is not done but noted; a
+  // stream can be given that any number of times.
+  class Graph;
+  std::shared_ptr<Graph> capture(Stream stream);
+  static void end(Graph& graph);
+  void replay(Stream stream, const std::shared_ptr<Graph>& graph);
 
  private:
   struct Worker;

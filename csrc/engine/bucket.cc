@@ -161,6 +161,9 @@ HandlePtr Bucket::launch(Engine::Urgency urgency, const std::vector<Place>& plac
   auto request = start_over();
   request->device = device_;
   request->starts = std::move(starts);
+  // What a graph will write to again stays.
+  if (device_ && !request->starts.empty() && device_->captured(request->starts[0]))
+    device_->keep_until(request->starts[0], request->keepalive);
   bool scattered = false;
   for (const Place& place : places) {
     const int part = part_of_.at(static_cast<size_t>(place.slot));

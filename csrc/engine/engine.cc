@@ -97,6 +97,8 @@ std::vector<int> Engine::ranks_of(int32_t set) {
 
 HandlePtr Engine::submit(RequestPtr request, Urgency urgency) {
   const std::string problem = refuse(*request);
+  for (const Device::Mark& start : request->starts)
+    request->description.captured |= request->device->captured(start);
   HandlePtr handle = request->handle;
   bool first, wake;
   int64_t nbytes = 0;

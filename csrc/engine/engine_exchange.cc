@@ -8,6 +8,13 @@
 #include "engine/engine.h"
 
 namespace bagua {
+namespace {
+
+constexpr const char* kNotCaptured =
+    "that takes NCCL on all ranks, an allreduce, broadcast or reducescatter that it can do, and "
+    "one exchange before the capture";
+
+}  // namespace
 
 void Engine::run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed,
                         std::vector<Entry>& forgotten) {
@@ -49,6 +56,11 @@ void Engine::exchange(int32_t id, const std::vector<RequestPtr>& requests) {
                   {}};
   const Description& d = requests[0]->description;
   NcclExchange* nccl = bench.nccl = nccl_for(id, requests, group, bench);
+  if (d.captured && !nccl)
+    return complete(requests,
+                    make_failure(ErrorKind::kUsage,
+                                 requests[0]->label() +
+                                     " cannot be captured in a CUDA graph: " + kNotCaptured));
   Staging* staging = bench.staging = nccl ? nullptr : staging_for(requests);
   const auto end = [&] {
     if (staging) staging->end();

@@ -308,6 +308,8 @@ std::string Ledger::objection(int32_t set, const Description& description) const
   const Set& s = sets_.at(set);
   if (s.joined_count > 0 && !allows_joined(description.kind))
     return "rank " + std::to_string(s.last_joined) + " has joined";
+  if (s.joined_count > 0 && description.captured)
+    return "rank " + std::to_string(s.last_joined) + " has joined, and will not do it again";
   // Zeros of a rank that has joined would be taken for values, and its copies of others go wrong.
   if (s.joined_count > 0 && !description.codec.empty() && !description.peers.empty())
     return "rank " + std::to_string(s.last_joined) + " has joined";

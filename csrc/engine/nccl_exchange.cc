@@ -46,6 +46,7 @@ constexpr double kEndS = 2;
 // Whether NCCL would do it, whoever asks: a matter of the description alone.
 bool fits(const Description& d) {
   if (!d.on_device || !d.peers.empty()) return false;
+  if (d.captured && (d.kind == OpKind::kAllgather || d.kind == OpKind::kAlltoall)) return false;
   const bool reduces = d.kind == OpKind::kAllreduce || d.kind == OpKind::kReducescatter;
   const bool scales = reduces && (d.prescale != 1 || d.postscale != 1);
   bool all = true;
@@ -109,7 +110,7 @@ void NcclExchange::agree(int32_t set, const TellAll& tell_all) {
   tell_("tensors on " + device_->name() + " go by NCCL " + version_text(*library_));
   device_->as_current([&] {  // where the communicator is to be
     nccl = std::make_unique<NcclGroup>(
-        *library_, cards[0].id, group_->size(), group_->me(), stream_,
+        *library_, cards[0].id, group_->size(), group_->me(),
         [this](const std::function<bool()>& reached) { group_->wait_until(reached); });
   });
 }
@@ -135,13 +136,17 @@ bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, G
     });
     if (!coded && !scales) return false;
   }
-  if (groups_.count(set) == 0) agree(set, tell_all);
+  const bool captured = requests[0]->description.captured;
+  if (groups_.count(set) == 0 && !captured) agree(set, tell_all);
   const auto found = groups_.find(set);
   nccl_ = found == groups_.end() ? nullptr : found->second.get();
   if (!nccl_) return false;
   device_->let_go();
+  if (captured && !captured_) captured_ = device_->add_stream();
+  on_ = captured ? captured_ : stream_;
+  nccl_->use(on_);
   for (const RequestPtr& request : requests)
-    for (const Device::Mark& start : request->starts) device_->follow(stream_, start);
+    for (const Device::Mark& start : request->starts) device_->follow(on_, start);
   return true;
 }
 
@@ -153,7 +158,7 @@ char* NcclExchange::borrow(size_t nbytes) {
 void NcclExchange::run(OpKind kind, const Job& job) {
   const NcclGroup::How how = {job.op, job.finish.factor};
   if (is_coded(!job.coding, job.exact_in_nodes))
-    return allreduce_coded({*nccl_, *device_, stream_, group_->size(), group_->me(),
+    return allreduce_coded({*nccl_, *device_, on_, group_->size(), group_->me(),
                             [this](size_t nbytes) { return borrow(nbytes); }},
                            job);
   switch (kind) {
@@ -173,10 +178,11 @@ void NcclExchange::run(OpKind kind, const Job& job) {
 }
 
 void NcclExchange::end(const std::vector<RequestPtr>& requests) {
-  last_ = device_->mark(stream_);
+  const Device::Mark end = device_->mark(on_);
+  if (!device_->captured(end)) last_ = end;
   for (const RequestPtr& request : requests)
-    request->handle->returned_to(*device_, last_, /*may_fail=*/group_->size() > 1);
-  for (auto& memory : borrowed_) device_->keep_until(last_, std::move(memory));
+    request->handle->returned_to(*device_, end, /*may_fail=*/group_->size() > 1);
+  for (auto& memory : borrowed_) device_->keep_until(end, std::move(memory));
   borrowed_.clear();
 }
 

@@ -37,7 +37,7 @@ class NcclExchange {
   std::shared_ptr<char> allocate(size_t nbytes) { return device_->allocate(nbytes); }
   // Memory that stays as long as the exchange needs it.
   char* borrow(size_t nbytes);
-  void copy(char* to, const char* from, size_t nbytes) { device_->copy(to, from, nbytes, stream_); }
+  void copy(char* to, const char* from, size_t nbytes) { device_->copy(to, from, nbytes, on_); }
 
   // Whether something is still under way on the device.
   bool under_way() const noexcept;
@@ -60,6 +60,7 @@ class NcclExchange {
   const bool shares_;
   const Tell tell_;
   const Device::Stream stream_;
+  Device::Stream captured_ = nullptr;                     // where others capture our work
   std::map<int32_t, std::unique_ptr<NcclGroup>> groups_;  // by set; null where it cannot be
   std::vector<std::unique_ptr<NcclGroup>> ending_;        // that nobody gives anything to
   Device::Mark last_;
@@ -68,6 +69,7 @@ class NcclExchange {
   // Of the exchange at hand.
   Group* group_ = nullptr;
   NcclGroup* nccl_ = nullptr;
+  Device::Stream on_ = nullptr;
 };
 
 }  // namespace bagua

@@ -54,9 +54,9 @@ void Description::add_tensor(DType dtype, const int64_t* shape, size_t ndim) {
 bool Description::operator==(const Description& other) const {
   return kind == other.kind && op == other.op && root == other.root && prescale == other.prescale &&
          postscale == other.postscale && on_device == other.on_device &&
-         priority == other.priority && codec == other.codec && peers == other.peers &&
-         background == other.background && exact_in_nodes == other.exact_in_nodes &&
-         layout == other.layout;
+         captured == other.captured && priority == other.priority && codec == other.codec &&
+         peers == other.peers && background == other.background &&
+         exact_in_nodes == other.exact_in_nodes && layout == other.layout;
 }
 
 std::string Description::encode() const {
@@ -72,6 +72,7 @@ std::string Description::encode() const {
   w.put(background);
   w.put(exact_in_nodes);
   w.put(on_device);
+  w.put(captured);
   w.put_vector(layout);
   return w.take();
 }
@@ -90,6 +91,7 @@ Description Description::decode(std::string_view bytes) {
   d.background = r.get<bool>();
   d.exact_in_nodes = r.get<bool>();
   d.on_device = r.get<bool>();
+  d.captured = r.get<bool>();
   d.layout = r.get_vector<int64_t>();
   return d;
 }
@@ -100,6 +102,9 @@ Difference first_difference(const Description& here, const Description& there) {
     return {"ranks", shape_text(here.layout), shape_text(there.layout)};
   if (here.on_device != there.on_device)
     return {"place", here.on_device ? "a GPU" : "the host", there.on_device ? "a GPU" : "the host"};
+  if (here.captured != there.captured)
+    return {"capture", here.captured ? "in a CUDA graph" : "none",
+            there.captured ? "in a CUDA graph" : "none"};
   if (here.op != there.op) return {"reduce op", op_name(here.op), op_name(there.op)};
   if (here.root != there.root) {
     const char* what = here.kind == OpKind::kRemoveProcessSet ? "process set" : "root";

@@ -13,7 +13,7 @@ bool fusible(const Description& d) {
 
 bool alike(const Description& a, const Description& b) {
   return a.op == b.op && a.prescale == b.prescale && a.postscale == b.postscale &&
-         a.on_device == b.on_device;
+         a.on_device == b.on_device && a.captured == b.captured;
 }
 
 }  // namespace

@@ -78,9 +78,9 @@ bool all_alike(const NcclGroup::Counts& counts) {
 
 }  // namespace
 
-NcclGroup::NcclGroup(const NcclLibrary& library, const NcclId& id, int size, int me, Stream stream,
+NcclGroup::NcclGroup(const NcclLibrary& library, const NcclId& id, int size, int me,
                      WaitUntil wait_until)
-    : library_(library), size_(size), me_(me), stream_(stream), wait_until_(std::move(wait_until)) {
+    : library_(library), size_(size), me_(me), wait_until_(std::move(wait_until)) {
   NcclConfig config;
   try {
     finish(library_.init_rank_config(&comm_, size, id, me, &config), "ncclCommInitRankConfig");

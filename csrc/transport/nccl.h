@@ -29,8 +29,7 @@ class NcclGroup {
   };
 
   // Called by all of them with one id.
-  NcclGroup(const NcclLibrary& library, const NcclId& id, int size, int me, Stream stream,
-            WaitUntil wait_until);
+  NcclGroup(const NcclLibrary& library, const NcclId& id, int size, int me, WaitUntil wait_until);
   // Ends what is still under way, unless it has ended well.
   ~NcclGroup() { abort(); }
   NcclGroup(const NcclGroup&) = delete;
@@ -40,6 +39,8 @@ class NcclGroup {
   void end();
   bool has_ended();
 
+  // Where everything goes from now on.
+  void use(Stream stream) { stream_ = stream; }
   // Throws a PeerError if NCCL has noticed that a rank, or the way to it, is gone.
   void check();
 
@@ -64,7 +65,7 @@ class NcclGroup {
 
   const NcclLibrary& library_;
   const int size_, me_;
-  const Stream stream_;
+  Stream stream_ = nullptr;
   const WaitUntil wait_until_;
   NcclLibrary::Comm comm_ = nullptr;
   bool ending_ = false;

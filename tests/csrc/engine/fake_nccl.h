@@ -162,13 +162,12 @@ class FakeNccl {
   static NcclResult give(const void* in, void* out, size_t from, size_t nbytes, Comm comm,
                          void* stream, Combine combine) {
     if (const NcclResult refused = enter(comm); refused != NcclResult::kSuccess) return refused;
-    const int64_t number = comm->round++;
     const auto world = comm->world;
     const int rank = comm->rank;
     on(stream, [=] {
       std::unique_lock<std::mutex> lock(world->mutex);
       if (comm->aborted) return;
-      auto& round = world->rounds[number];
+      auto& round = world->rounds[comm->round++];
       round.ins.resize(static_cast<size_t>(world->size));
       round.ins[static_cast<size_t>(rank)] = static_cast<const char*>(in);
       if (++round.arrived == world->size) {

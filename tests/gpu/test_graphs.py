@@ -1,0 +1,85 @@
+"""Whole steps, captured in a CUDA graph and replayed, are what the same steps are without one."""
+
+import pytest
+import torch
+
+from bagua.common.config import nccl_shares_gpu
+from bagua.common.core import core
+from bagua.common.nccl import library_path
+
+pytestmark = pytest.mark.ranks(1, 2)
+
+
+def has_nccl(hvd):
+    """Whether these ranks go by NCCL: only that can be captured."""
+    found = core.nccl_found(library_path())
+    return not found.startswith("no NCCL") and (hvd.size() == 1 or nccl_shares_gpu())
+
+
+class Trained:
+    """A model that takes steps with the inputs that are in its place for them."""
+
+    def __init__(self, hvd, algorithm):
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.Linear(64, 5)
+        ).cuda()
+        sgd = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        named = self.model.named_parameters()
+        self.optimizer = hvd.DistributedOptimizer(sgd, named, algorithm=algorithm)
+        self.inputs = torch.empty(16, 20, device="cuda")
+
+    def step(self):
+        self.optimizer.zero_grad()
+        self.model(self.inputs).square().mean().backward()
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+def test_a_whole_step(hvd, algorithm):
+    if not has_nccl(hvd):
+        return  # the refusal is in the next test
+    eager, graphed = Trained(hvd, algorithm), Trained(hvd, algorithm)
+    generator = torch.Generator().manual_seed(1 + hvd.rank())
+
+    def draw():
+        return torch.randn(16, 20, generator=generator)
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            inputs = draw()
+            for one in (eager, graphed):
+                one.inputs.copy_(inputs)
+                one.step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graphed.step()
+    for _ in range(5):
+        inputs = draw()
+        for one in (eager, graphed):
+            one.inputs.copy_(inputs)
+        eager.step()
+        graph.replay()
+    torch.cuda.synchronize()
+    for mine, other in zip(eager.model.parameters(), graphed.model.parameters()):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+    mine = torch.cat([param.detach().cpu().flatten() for param in graphed.model.parameters()])
+    for theirs in hvd.allgather_object(mine):
+        assert torch.equal(theirs, mine)
+
+
+def test_what_goes_by_the_host_is_refused(hvd):
+    if has_nccl(hvd):
+        return
+    trained = Trained(hvd, "gradient_allreduce")
+    trained.inputs.zero_()
+    trained.step()
+    trained.step()
+    graph = torch.cuda.CUDAGraph()
+    refused = pytest.raises(hvd.UsageError, match="cannot be captured in a CUDA graph")
+    with refused, torch.cuda.graph(graph):
+        trained.step()
+    torch.cuda.synchronize()
