@@ -16,12 +16,11 @@ CSRC = {
     "kernel": {"common"},
     "device": {"common"},
     "codec": {"common", "kernel", "device"},
-    "net": {"common"},
     "transport": {"common", "kernel", "device"},
     "control": {"common"},
-    "collective": {"common", "kernel", "device", "codec", "net", "control", "transport"},
+    "collective": {"common", "kernel", "device", "codec", "transport"},
 }
-CSRC["engine"] = {*CSRC["collective"], "collective"}
+CSRC["engine"] = {*CSRC["collective"], "collective", "control"}
 CSRC["python"] = {*CSRC["engine"], "engine"}
 
 PYTHON = {
@@ -30,7 +29,6 @@ PYTHON = {
     "algorithms": {"common"},
     "torch": {"algorithms", "common", "version.py"},
     "torch_api": {"torch", "algorithms", "common", "version.py"},
-    "lightning": {"torch", "algorithms", "common", "version.py"},
     "launch": {"common", "_core", "version.py"},
     "distributed": {"launch"},
     "__init__.py": {"common", "algorithms", "version.py"},
@@ -130,7 +128,7 @@ def test_imports_point_one_way(path):
 
 @pytest.mark.parametrize("path", PY_FILES, ids=name)
 def test_torch_is_imported_by_the_torch_layers_alone(path):
-    if part(path, "bagua") not in ("torch", "torch_api", "lightning"):
+    if part(path, "bagua") not in ("torch", "torch_api"):
         assert "torch" not in {module.split(".")[0] for module in imported(path)}
 
 

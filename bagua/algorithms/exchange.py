@@ -31,7 +31,6 @@ class Exchange:
     """What happens to one bucket in one step."""
 
     what: str = "grad"  # what travels
-    collective: str = "auto"  # a row of the engine's table, or "auto"
     codec: str = "raw"  # the wire format
     peers: str = "all"  # with whom
     when: str = "backward"  # during backward; the result is there when backward returns
@@ -50,7 +49,6 @@ class Exchange:
     def __post_init__(self) -> None:
         for field, known in (
             ("what", tuple(TIMES)),
-            ("collective", ("auto",)),
             ("codec", CODECS),
             ("peers", PEERS),
             ("values", VALUE_CODECS),

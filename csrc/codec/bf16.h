@@ -1,18 +1,10 @@
-// bfloat16, rounded to nearest even: 2 bytes a value.
+// bfloat16: 2 bytes a value.
 #pragma once
 
 #include "codec/half_wire.h"
 
 namespace bagua {
 
-struct Bf16 {
-  static int64_t wire_nbytes(const Coding&, int64_t count) { return 2 * count; }
-  static void encode(const Coding&, const float* in, int64_t count, char* wire, Isa isa) {
-    encode_half(DType::kBF16, in, count, wire, isa);
-  }
-  static void decode(const Coding&, const char* wire, int64_t count, float* out, Isa isa) {
-    decode_half(DType::kBF16, wire, count, out, isa);
-  }
-};
+using Bf16 = HalfWire<DType::kBF16>;
 
 }  // namespace bagua

@@ -14,6 +14,7 @@
 #include <cstring>
 
 #include "common/both.h"
+#include "kernel/half.h"
 
 namespace bagua {
 
@@ -27,17 +28,7 @@ constexpr int64_t block_nbytes(int64_t count) {
   return static_cast<int64_t>(sizeof(typename C::Head)) + (count * C::kBits + 7) / 8;
 }
 
-BAGUA_BOTH uint32_t bits_of(float x) {
-  uint32_t u;
-  memcpy(&u, &x, sizeof u);
-  return u;
-}
-BAGUA_BOTH float from_bits(uint32_t u) {
-  float x;
-  memcpy(&x, &u, sizeof x);
-  return x;
-}
-BAGUA_BOTH float not_a_number() { return from_bits(0x7fc00000u); }
+BAGUA_BOTH float not_a_number() { return bits_float(0x7fc00000u); }
 // Of a NaN that arithmetic has passed on GPUs lose the bits.
 BAGUA_BOTH float same_nan(float x) {
 #ifdef __CUDA_ARCH__
@@ -46,7 +37,7 @@ BAGUA_BOTH float same_nan(float x) {
   return x;
 #endif
 }
-BAGUA_BOTH bool is_finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
+BAGUA_BOTH bool is_finite(float x) { return (float_bits(x) & 0x7f800000u) != 0x7f800000u; }
 BAGUA_BOTH float finite_or_zero(float x) { return is_finite(x) ? x : 0.0f; }
 // 1 / x, or 0 where that is no number.
 BAGUA_BOTH float inverse_or_zero(float x) {
@@ -58,11 +49,11 @@ BAGUA_BOTH float lesser(float a, float b) { return a < b ? a : b; }
 
 // An integer for every float, in their order: -NaN, -Inf, ..., -0, 0, ..., Inf, NaN.
 BAGUA_BOTH int32_t in_order(float x) {
-  const auto bits = static_cast<int32_t>(bits_of(x));
+  const auto bits = static_cast<int32_t>(float_bits(x));
   return bits ^ (bits >> 31 & 0x7fffffff);
 }
 BAGUA_BOTH float from_order(int32_t place) {
-  return from_bits(static_cast<uint32_t>(place ^ (place >> 31 & 0x7fffffff)));
+  return bits_float(static_cast<uint32_t>(place ^ (place >> 31 & 0x7fffffff)));
 }
 
 // The least and the greatest value. A head must not tell which of two zeros that is.
@@ -87,7 +78,7 @@ struct Extremes {
 struct Magnitude {
   int32_t top = 0;
   BAGUA_BOTH void add(float x) {
-    const auto bits = static_cast<int32_t>(bits_of(x) & 0x7fffffffu);
+    const auto bits = static_cast<int32_t>(float_bits(x) & 0x7fffffffu);
     top = bits > top ? bits : top;
   }
   BAGUA_BOTH void merge(const Magnitude& other) { top = other.top > top ? other.top : top; }

@@ -20,30 +20,30 @@ struct Fp8E4M3 {
   };
 
   BAGUA_BOTH static Head head_of(const Magnitude& all, int) {
-    const float top = from_bits(static_cast<uint32_t>(all.top));
+    const float top = bits_float(static_cast<uint32_t>(all.top));
     return {is_finite(top) ? top / kGreatest : not_a_number()};
   }
   BAGUA_BOTH static Coder coder_of(const Head& head) {
     return {head.scale, inverse_or_zero(head.scale)};
   }
   BAGUA_BOTH static uint32_t code(float x, const Coder& c) {
-    const uint32_t u = bits_of(x * c.inverse);
-    const uint32_t sign = bits_of(x) >> 24 & 0x80u;  // that of 0 * Inf is the processor's choice
+    const uint32_t u = float_bits(x * c.inverse);
+    const uint32_t sign = float_bits(x) >> 24 & 0x80u;  // that of 0 * Inf is the processor's choice
     uint32_t magnitude = u & 0x7fffffffu;
     const uint32_t greatest = 0x43e00000u;  // of 448
     magnitude = magnitude < greatest ? magnitude : greatest;
     // From 2^-6 on: rebias the exponent by 120, round the 20 dropped bits to even.
     const uint32_t normal = (magnitude - 0x3c000000u + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;
     // Below: adding 2^14 aligns the last bit with 2^-9, and the processor rounds.
-    const uint32_t subnormal = bits_of(from_bits(magnitude) + 16384.0f) - 0x46800000u;
+    const uint32_t subnormal = float_bits(bits_float(magnitude) + 16384.0f) - 0x46800000u;
     return sign | (magnitude < 0x3c800000u ? subnormal : normal);
   }
   BAGUA_BOTH static float value(uint32_t code, const Coder& c) {
     const uint32_t magnitude = code & 0x7fu;
     const uint32_t sign = (code & 0x80u) << 24;
     const float fraction = static_cast<float>(static_cast<int32_t>(magnitude)) * 0.001953125f;
-    const float normal = from_bits((magnitude << 20) + 0x3c000000u);
-    return same_nan(from_bits(bits_of(magnitude < 8u ? fraction : normal) | sign) * c.scale);
+    const float normal = bits_float((magnitude << 20) + 0x3c000000u);
+    return same_nan(bits_float(float_bits(magnitude < 8u ? fraction : normal) | sign) * c.scale);
   }
 };
 

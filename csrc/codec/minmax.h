@@ -39,7 +39,7 @@ struct MinMax {
     // From 2^23 on a float has no fraction: adding 1.5 * 2^23 rounds to nearest even, and leaves
     // the code in the last bits. What is no number is above `most`, as a word.
     constexpr uint32_t top = (1u << Bits) - 1, most = 0x4b400000u + top;
-    const uint32_t place = bits_of((x - c.lo) * c.inverse + 12582912.0f);
+    const uint32_t place = float_bits((x - c.lo) * c.inverse + 12582912.0f);
     return (place < most ? place : most) & top;
   }
   BAGUA_BOTH static float value(uint32_t code, const Coder& c) {

@@ -17,13 +17,13 @@ struct Sign1 {
 
   BAGUA_BOTH static Head head_of(const AbsoluteSum& all, int n) {
     const float mean = all.sum * (2048.0f / static_cast<float>(n));
-    const float most = from_bits(0x7f7fffffu);  // a mean of numbers is one, rounded up or not
+    const float most = bits_float(0x7f7fffffu);  // a mean of numbers is one, rounded up or not
     return {is_finite(all.sum) ? lesser(mean, most) : not_a_number()};
   }
   BAGUA_BOTH static Coder coder_of(const Head& head) { return head; }
   BAGUA_BOTH static uint32_t code(float x, const Coder&) { return x < 0 ? 1u : 0u; }
   BAGUA_BOTH static float value(uint32_t code, const Coder& c) {
-    return from_bits(bits_of(c.scale) ^ code << 31);
+    return bits_float(float_bits(c.scale) ^ code << 31);
   }
 };
 

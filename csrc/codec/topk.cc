@@ -83,7 +83,7 @@ struct Guess {
     for (int i = 0; i < n; ++i) rest[i] += in[i];
     in = rest;
   }
-  for (int i = 0; i < n; ++i) magnitudes[i] = static_cast<int32_t>(bits_of(in[i]) & 0x7fffffffu);
+  for (int i = 0; i < n; ++i) magnitudes[i] = static_cast<int32_t>(float_bits(in[i]) & 0x7fffffffu);
   for (int i = n; i < kChunk; ++i) magnitudes[i] = -1;
   Bound bound{guess->least(), 0};
   const int first = bound.reach = count_from(magnitudes, kChunk, bound.least);

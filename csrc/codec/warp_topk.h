@@ -32,7 +32,7 @@ BAGUA_BOTH uint32_t total(const Warp& warp, uint32_t x) {
   return warp.first(x);
 }
 
-BAGUA_BOTH uint32_t magnitude_of(float x) { return bits_of(x) & 0x7fffffffu; }
+BAGUA_BOTH uint32_t magnitude_of(float x) { return float_bits(x) & 0x7fffffffu; }
 BAGUA_BOTH int bits_in(uint32_t x) {
 #ifdef __CUDA_ARCH__
   return __popc(x);

@@ -115,12 +115,12 @@ class MpiTransport : public Transport {
     return true;
   }
 
-  // Requests to a dead peer may never complete and cannot be freed safely: they are let go.
   void progress() override {
     int flag = 0;
     check(MPI_Iprobe(MPI_ANY_SOURCE, kTag, comm_, &flag, MPI_STATUS_IGNORE), "MPI_Iprobe");
   }
 
+  // Requests to a dead peer may never complete and cannot be freed safely: they are let go.
   bool abort() override {
     const bool idle = free_.size() == slots_.size();
     slots_.clear();

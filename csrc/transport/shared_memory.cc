@@ -41,8 +41,9 @@ std::string limit_text(int resource, const char* flag) {
   throw UsageError(text + "; transport='mpi' does without");
 }
 
-// The segments this process has made. A child of fork() gets private copies in their places, so
-// that what it writes or frees is its own.
+// The segments this process has made. What a child of fork() writes or frees there is its own. What
+// it has not written it sees as its parent leaves it, which may take pages back: it must not count
+// on what it finds.
 class Family {
  public:
   static Family& get() {

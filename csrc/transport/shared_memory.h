@@ -1,6 +1,6 @@
 // Memory that the processes of one machine share. Every process makes its own segments, as
-// anonymous files that vanish with it whatever kills it, and maps those of the others. A forked
-// child sees private copies of the segments its parent made.
+// anonymous files that vanish with it whatever kills it, and maps those of the others. What a
+// forked child writes to segments its parent made is its own.
 #pragma once
 
 #include <cstdint>
