@@ -21,7 +21,7 @@ from typing import Any, Union
 from bagua.common import mpi
 from bagua.common.config import Config, nccl_shares_gpu, report_verdict, torchrun_size
 from bagua.common.core import core
-from bagua.common.errors import PeerError, UsageError
+from bagua.common.errors import BaguaError, PeerError, UsageError
 from bagua.common.kinds import Kind, Urgency
 from bagua.common.messages import Messages
 from bagua.common.mpi import MPI
@@ -106,10 +106,10 @@ class World:
             try:
                 listener = core.Listener(self.size, self.config.network_interfaces)
                 address = listener.address
-            except UsageError as problem:
+            except BaguaError as problem:
                 address = problem
         address = comm.bcast(address)
-        if isinstance(address, UsageError):
+        if isinstance(address, BaguaError):
             raise address  # rank 0's, on every rank: nobody waits for it
         return core.Engine(
             communicator=MPI._addressof(comm),

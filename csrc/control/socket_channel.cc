@@ -251,7 +251,9 @@ class Ends : public SocketChannel {
       unpack(peer, rank, inbox);
     }
     if (!lost) return;
-    peer.socket.close();  // also takes it out of the epoll set
+    // Closing does not take it out of the set while a child of fork() has a copy.
+    ::epoll_ctl(epoll_.fd(), EPOLL_CTL_DEL, peer.socket.fd(), nullptr);
+    peer.socket.close();
     inbox.push_back({rank, true, {}});
   }
 
@@ -318,6 +320,10 @@ std::unique_ptr<SocketChannel> SocketListener::accept(double timeout_s) {
     if (!place.open()) ++connected;  // else it missed our answer and tries again
     place = std::move(socket);
   }
+  // Nobody goes on, to where only MPI could be waited with, before all are here.
+  for (int rank = 1; rank < size_; ++rank)
+    if (!sockets[static_cast<size_t>(rank)].write_all(".", 1, deadline_s))
+      throw PeerError("rank " + std::to_string(rank) + " is gone before all ranks were connected");
   return std::make_unique<Ends>(std::move(sockets));
 }
 
@@ -342,6 +348,10 @@ std::unique_ptr<SocketChannel> connect_channel(const std::string& address, int r
       if (!socket.open() || !socket.write_all(hello.data(), hello.size(), attempt_s)) continue;
       // Another host may own this address too; only rank 0 of this job answers.
       if (!socket.read_all(&answer, 1, attempt_s)) continue;
+      if (!socket.read_all(&answer, 1, now_s() + timeout_s + kAttemptS))
+        throw PeerError("rank " + std::to_string(rank) +
+                        " is connected to rank 0, but another rank is not; what that one and rank "
+                        "0 say tells why");
       std::vector<Socket> sockets(1);
       sockets[0] = std::move(socket);
       return std::make_unique<Ends>(std::move(sockets));

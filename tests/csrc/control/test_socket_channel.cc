@@ -4,11 +4,14 @@
 #include <gtest/gtest.h>
 
 #include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstring>
 #include <functional>
 #include <sstream>
+#include <thread>
 
 #include "common/clock.h"
 #include "common/errors.h"
@@ -269,13 +272,42 @@ TEST(SocketListener, StrangersAreRefused) {
   }
 }
 
+// A child of fork() has copies of all sockets.
+TEST(SocketChannel, ALostPeerIsToldOnceThoughItsSocketHasCopies) {
+  std::atomic<bool> closed{false};
+  with_channels(2, Near::kNone, [&](int rank, std::unique_ptr<Channel> channel) {
+    if (rank == 1) {
+      channel.reset();
+      closed = true;
+      return;
+    }
+    while (!closed) std::this_thread::yield();
+    std::vector<int> copies;
+    for (int fd = 3; fd < 256; ++fd) {
+      struct stat about;
+      if (::fstat(fd, &about) == 0 && S_ISSOCK(about.st_mode)) copies.push_back(::dup(fd));
+    }
+    std::vector<Message> inbox;
+    const double until_s = now_s() + 60;
+    while (inbox.empty() && now_s() < until_s) channel->receive(kMaxUs, inbox);
+    EXPECT_TRUE(inbox.at(0).lost);
+    inbox.clear();
+    for (int i = 0; i < 3; ++i) channel->receive(1000, inbox);
+    EXPECT_TRUE(inbox.empty());
+    for (const int fd : copies) ::close(fd);
+  });
+}
+
 TEST(SocketListener, NamesTheRanksThatDidNotConnect) {
   SocketListener listener(4, "");
   run_ranks(2, [&](int thread) {
     if (thread == 1) {
-      const auto channel = connect_channel(listener.address(), 2, 30);
-      std::vector<Message> inbox;
-      channel->receive(kMaxUs, inbox);
+      try {
+        connect_channel(listener.address(), 2, 30);
+        ADD_FAILURE() << "it goes on alone";
+      } catch (const PeerError& error) {
+        EXPECT_NE(std::string(error.what()).find("another rank is not"), std::string::npos);
+      }
       return;
     }
     try {
