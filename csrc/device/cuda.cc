@@ -156,7 +156,11 @@ class CudaDevice : public Device {
       return nullptr;
     }
     return {data, [memory = std::move(memory), number = number_](char* p) {
-              if (cudaSetDevice(number) == cudaSuccess) cudaHostUnregister(p);
+              try {
+                const Current current(number);
+                check(cudaHostUnregister(p), "cudaHostUnregister");
+              } catch (const Error&) {  // as above
+              }
             }};
   }
 
