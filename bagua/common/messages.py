@@ -69,6 +69,13 @@ class Messages:
 
     def _wait(self, requests: list[MPI.Request], memory: Any, what: str, partner: str) -> None:
         """Polls, so that Ctrl-C, the death of a rank and `stall_fail_s` end it."""
+        try:
+            self._poll(requests, what, partner)
+        except BaseException:
+            self._abandoned.append((requests, memory))
+            raise
+
+    def _poll(self, requests: list[MPI.Request], what: str, partner: str) -> None:
         config, began, warned = self._config, time.monotonic(), False
         while True:
             waited_s = time.monotonic() - began
@@ -81,7 +88,6 @@ class Messages:
             if 0 < config.stall_fail_s < waited_s:
                 problem = f"not done after {waited_s:.0f} s (stall_fail_s); does it {partner}?"
             if problem:
-                self._abandoned.append((requests, memory))
                 raise PeerError(f"{what}: {problem}")
             if not warned and 0 < config.stall_warn_s < waited_s:
                 warned = True

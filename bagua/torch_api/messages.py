@@ -27,7 +27,7 @@ def recv(tensor: torch.Tensor, src: int, comm: Communicator = None) -> None:
     """Fills `tensor` with the next one that rank `src` sends here, of equal type and size."""
     if ranks := own_process_set(comm):
         target = tensor.detach()
-        filled = _arrays.contiguous(target)
+        filled = _arrays.contiguous(target).cpu()
         data, dtype = _bytes(filled)
         world().messages.receive(data, dtype, world_rank(ranks, src), ranks._id())
         if filled is not target:
@@ -35,7 +35,7 @@ def recv(tensor: torch.Tensor, src: int, comm: Communicator = None) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> tuple[Any, int]:
-    """A tensor's memory, or that of a copy without gaps, and the number of its element type."""
-    whole = _arrays.contiguous(tensor)
+    """A tensor's memory, or that of a copy on the host without gaps, and the number of its type."""
+    whole = _arrays.contiguous(tensor).cpu()
     _, dtype, _ = _arrays.describe(whole)
     return whole.detach().view(-1).view(torch.uint8).numpy(), dtype

@@ -92,6 +92,34 @@ def test_a_message_that_does_not_come(run_ranks):
     assert "receive from rank 1 has been waiting for" in result.stderr[0]
 
 
+INTERRUPT = """
+import os, signal, threading, time
+import torch
+import bagua.torch_api as bagua
+from bagua.common.world import world
+bagua.init_process_group()
+tensor = torch.zeros(1000)
+if bagua.get_rank() == 0:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        bagua.recv(tensor, 1)
+    except KeyboardInterrupt:
+        (requests, header), = world().messages._abandoned
+        print("kept", header.nbytes)
+bagua.barrier()
+if bagua.get_rank() == 1:
+    bagua.send(torch.ones(1000), 0)
+time.sleep(0.2)
+bagua.barrier()
+"""
+
+
+def test_memory_of_what_was_interrupted_stays(run_ranks):
+    result = run_ranks(2, INTERRUPT)
+    assert result.exit_code == 0, str(result)
+    assert "kept 16" in result.stdout[0], str(result)
+
+
 DEATH = """
 import os, signal, time
 import torch
