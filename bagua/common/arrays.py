@@ -33,6 +33,9 @@ class Arrays(Protocol):
     def assign(self, target: Any, source: Any) -> None:
         """Copies values into an array that may have gaps."""
 
+    def tell_written(self, target: Any) -> None:
+        """An operation has written to its memory."""
+
     def check_writable(self, target: Any) -> None:
         """Raises if an in-place operation cannot write here."""
 
@@ -76,6 +79,9 @@ class NumpyArrays:
 
     def assign(self, target: Any, source: Any) -> None:
         self._view(target)[...] = source
+
+    def tell_written(self, target: Any) -> None:
+        pass
 
     def check_writable(self, target: Any) -> None:
         if not isinstance(target, np.ndarray) and not hasattr(target, "__dlpack__"):

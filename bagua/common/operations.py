@@ -490,7 +490,9 @@ class Operations:
 
         def finish(_: Any) -> Any:
             for tensor, (_, out) in zip(several, pairs):
-                if out is not tensor:
+                if out is tensor:
+                    self._arrays.tell_written(tensor)
+                else:
                     self._arrays.assign(tensor, out)
             return tensors
 

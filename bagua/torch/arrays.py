@@ -104,6 +104,9 @@ class TorchArrays:
     def assign(self, target: Any, source: Any) -> None:
         target.detach().copy_(source)
 
+    def tell_written(self, target: Any) -> None:
+        core.tell_written(target)
+
     def check_writable(self, target: Any) -> None:
         if not target.is_contiguous() and any(
             stride == 0 and extent > 1 for stride, extent in zip(target.stride(), target.shape)

@@ -9,6 +9,7 @@
 
 #include "common/errors.h"
 #include "device/pretend.h"
+#include "python/objects.h"
 
 namespace bagua {
 
@@ -143,13 +144,20 @@ bool dtype_of_format(std::string_view format, Py_ssize_t itemsize, DType& dtype)
   }
 }
 
+// Its memory stays where it is while the object lives. Other buffers move unless their view is
+// held.
+bool is_ndarray(PyObject* object) {
+  static PyObject* const type =
+      py::module_::import("numpy").attr("ndarray").cast<py::object>().release().ptr();
+  return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(type));
+}
+
 bool read_buffer(PyObject* object, Plain& plain) {
   Py_buffer view;
   if (PyObject_GetBuffer(object, &view, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE | PyBUF_FORMAT) != 0) {
     PyErr_Clear();
     return false;
   }
-  // The owner is kept by whoever keeps the array, so the view need not be held.
   const bool ok = view.ndim <= Plain::kMaxDims && view.format &&
                   dtype_of_format(view.format, view.itemsize, plain.dtype);
   if (ok) {
@@ -160,6 +168,24 @@ bool read_buffer(PyObject* object, Plain& plain) {
   }
   PyBuffer_Release(&view);
   return ok;
+}
+
+// Null where torch is not loaded, or too old to be told of several at once.
+PyObject* torch_increment() {
+  static PyObject* increment = nullptr;
+  static bool looked = false;
+  if (looked) return increment;
+  if (!py::module_::import("sys").attr("modules").contains("torch")) return nullptr;
+  looked = true;
+  const py::module_ torch = py::module_::import("torch._C");
+  if (!py::hasattr(torch, "_increment_version")) return nullptr;
+  PyObject* const function = py::object(torch.attr("_increment_version")).release().ptr();
+  const py::tuple none(0);
+  PyObject* const answer = PyObject_CallOneArg(function, none.ptr());
+  if (answer) increment = function;
+  Py_XDECREF(answer);
+  PyErr_Clear();
+  return increment;
 }
 
 PyObject* torch_tensor() {
@@ -193,10 +219,20 @@ Device::Stream current_stream(const Device& device) {
 
 void pretend(int work_us) { pretended = new PretendDevice(work_us); }
 
+void tell_written(PyObject* tensors) {
+  PyObject* const increment = torch_increment();
+  if (!increment) return;
+  PyObject* const all = PyList_Check(tensors) ? new_ref(tensors) : PyTuple_Pack(1, tensors);
+  PyObject* const answer = all ? PyObject_CallOneArg(increment, all) : nullptr;
+  if (!answer) PyErr_Clear();  // they are not torch's
+  Py_XDECREF(answer);
+  Py_XDECREF(all);
+}
+
 bool read_plain(PyObject* tensor, Plain& plain) {
   if (const DLExchange* table = exchange_of(Py_TYPE(tensor)))
     return read_exchanged(*table, tensor, plain);
-  return PyObject_CheckBuffer(tensor) && read_buffer(tensor, plain);
+  return is_ndarray(tensor) && read_buffer(tensor, plain);
 }
 
 }  // namespace bagua

@@ -69,6 +69,11 @@ bool add_tensors(Request& request, PyObject* tensors) {
   return true;
 }
 
+bool is_described(PyObject* tensors) {
+  if (!PyList_Check(tensors)) return PyTuple_Check(tensors);
+  return PyList_GET_SIZE(tensors) == 0 || PyTuple_Check(PyList_GET_ITEM(tensors, 0));
+}
+
 // What this thread has given to its stream comes first; and behind the results its memory may be
 // used again, in that stream's order, too.
 void begin_here(Request& request) {
@@ -98,6 +103,7 @@ PyObject* submit(PyObject*, PyObject* const* args, Py_ssize_t count) {
     request->set = static_cast<int32_t>(as_int(args[8]));
     request->splits = as_ints(args[9]);
     if (!add_tensors(*request, args[3])) return new_ref(Py_None);
+    if (!is_described(args[3])) tell_written(args[3]);
     if (d.kind == OpKind::kAddProcessSet) d.layout = request->splits;
     d.on_device =
         !request->parts.empty() && std::all_of(request->parts.begin(), request->parts.end(),

@@ -37,6 +37,33 @@ def noise(rank: int, step: int, shape) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * rank + step))
 
 
+@pytest.mark.parametrize("by", ["broadcast_parameters", "allreduce_", "grouped_allreduce_"])
+def test_an_average_under_way_undoes_no_other_exchange(everyone, hvd, by):
+    param = nn.Parameter(torch.full((3000,), float(everyone.me)))
+    sgd = torch.optim.SGD([param], lr=0.0)
+    optimizer = hvd.DistributedOptimizer(sgd, [("w", param)], algorithm="decentralized")
+    for _ in range(2):
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+    with torch.no_grad():
+        param.fill_(5.0 + everyone.me)  # before it goes to everyone
+        if by == "broadcast_parameters":
+            hvd.broadcast_parameters([("w", param)], root_rank=0)
+        elif by == "allreduce_":
+            hvd.allreduce_(param, op=hvd.Min)
+        else:
+            hvd.grouped_allreduce_([param], op=hvd.Min)
+    version = param._version
+    hvd.allreduce_(param.detach(), op=hvd.Min)
+    assert param._version > version
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+    optimizer.settle()
+    assert (param == 5).all()
+
+
 class Replica:
     """One rank of a model that is pulled somewhere else on every rank and in every step."""
 
