@@ -189,7 +189,9 @@ class BetweenSteps:
         self._loaded, self._step, self._begun = loaded, step, False
 
     def go_to(self, step: int) -> None:
-        self._step = step
+        """Every rank goes there; some of them may have loaded what others have not."""
+        self._land()
+        self._step, self._begun = step, False
 
     def _restore(self, values: dict[str, dict[str, torch.Tensor]]) -> None:
         for what, flats in self._kept().items():

@@ -47,6 +47,8 @@ _flying: set[int] = set()
 
 # Turns gradients of parameters, in these views, into what travels instead.
 Fold = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+# Looks at gradients that are about to travel somewhere.
+Watch = Callable[[str, Sequence["Slot"]], None]
 
 
 class Slot:
@@ -137,7 +139,7 @@ class Bucket:
         self.count_quietly = self.arena.count_quietly
         self.handle: Any | None = None
         self.stale = False  # a gradient changed after the launch
-        self.watch: Callable[[Bucket], None] | None = None  # looks at what is about to travel
+        self.watch: Watch | None = None
         self._lay_out()
         self._params = [slot.param for slot in self.slots]
         self._notices = [slot.notice for slot in self.slots]
@@ -167,7 +169,7 @@ class Bucket:
     def gather(self, urgency: Urgency) -> None:
         self.stale = False
         if self.watch is not None:
-            self.watch(self)
+            self.watch(self.name, self.slots)
         try:
             with torch.no_grad():
                 self._gather(urgency)

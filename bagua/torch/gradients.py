@@ -93,6 +93,8 @@ class Gradients:
         self._step = step
         self._passes = 0  # backward passes that only accumulated
         self._in_backward = False
+        # What autograd calls when it ends, and forgets when it has ended or raised.
+        self._end: Any = lambda: None
         self._silent = False  # this pass only accumulates
         self._launched = 0  # buckets, in this pass
         self._all_launched = False
@@ -144,6 +146,8 @@ class Gradients:
     # ---- called by autograd --------------------------------------------------------------------
 
     def _decide(self, slot: Slot) -> None:
+        if self._in_backward and self._end() is None:
+            self._abandon_backward()  # the one before has raised
         if not self._in_backward:
             self._begin_backward()
         if self._silent:
@@ -187,7 +191,9 @@ class Gradients:
         self._in_backward = True
         self._unshared = True
         self._silent = self.paused or self._passes + 1 < self.passes_per_step
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        end = _End(self)
+        self._end = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
         self._task = torch._C._current_graph_task_id()
         _in_backward.setdefault(self._task, []).append(weakref.ref(self))
         if self._order is None and not self._silent:
@@ -244,7 +250,7 @@ class Gradients:
         try:
             self._take_up_state()
             self._find_sparse()
-            self._loose.launch()
+            self._loose.launch(None if self._watch is None else self._watch.look)
             rest = [bucket for bucket in self._buckets if bucket.handle is None]
             # All are read before any is written: two parameters may have one gradient.
             for bucket in rest:
@@ -261,6 +267,7 @@ class Gradients:
             if bucket.handle is None:
                 with contextlib.suppress(BaguaError):
                     bucket.refuse(problem)
+        self._loose.refuse_rest(problem)
 
     def _reset(self) -> None:
         """Forgets what a pass has begun, also after an error in the middle of it."""
@@ -306,7 +313,8 @@ class Gradients:
         hear why.
         """
         _in_backward.pop(self._task, None)
-        self._refuse_rest("backward raised an exception on this rank")
+        if not self._silent:
+            self._refuse_rest("backward raised an exception on this rank")
         for bucket in self._buckets:
             if bucket.handle is not None:
                 with contextlib.suppress(BaguaError):
@@ -402,7 +410,9 @@ class Gradients:
         self._state_due = lost.something(self._buckets)
 
     def go_to(self, step: int) -> None:
+        """Every rank goes there; some of them may have loaded what others have not."""
         self._step = step
+        self._state_due = lost.something(self._buckets)
 
     def _identity(self) -> dict[str, object]:
         return kept.identity(self.algorithm, self._process_set, sorted(self._by_name))
@@ -474,6 +484,16 @@ class Gradients:
     def _agreed(self, what: str, values: Any, op: ReduceOp) -> Any:
         name = f"{self._plan.prefix}.{what}"
         return numpy_ops.allreduce(values, name=name, op=op, process_set=self._process_set)
+
+
+class _End:
+    """The end of one backward pass of one optimizer."""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
+
+    def __call__(self) -> None:
+        self._gradients._end_backward()
 
 
 def _weakly(gradients: Gradients) -> Any:

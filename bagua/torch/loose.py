@@ -5,14 +5,18 @@ Each travels by itself, under its parameter's name.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 
+from bagua.common.core import core
 from bagua.common.errors import BaguaError
+from bagua.common.kinds import Kind
+from bagua.common.world import world
 from bagua.torch import ops
 from bagua.torch.bucket_plan import Plan
-from bagua.torch.buckets import Slot
+from bagua.torch.buckets import Slot, Watch
 
 
 class Loose:
@@ -25,6 +29,7 @@ class Loose:
         self.wants_all = bool(compression.custom)
         self._slots: dict[torch.Tensor, Slot] = {}
         self._flying: list[tuple[Slot, Any, Any]] = []
+        self._asked = 0  # how many have been started or refused
 
     def add(self, slot: Slot) -> None:
         self._slots[slot.param] = slot
@@ -37,14 +42,17 @@ class Loose:
     def has(self, param: torch.Tensor) -> bool:
         return param in self._slots
 
-    def launch(self) -> None:
+    def launch(self, watch: Watch | None) -> None:
+        if watch is not None and self._slots:
+            watch("alone", list(self._slots.values()))
         op = self._plan.algorithm.op if self._plan.op is None else self._plan.op
         for slot in self._slots.values():
             grad = slot.param.grad
-            name = f"{self._plan.prefix}.{slot.name}"
+            name = self._name_of(slot)
             if self.wants_all:
                 dense = torch.zeros_like(slot.param) if grad is None else grad.detach()
                 wire, context = self._compression.compress(dense)
+                self._asked += 1
                 handle = ops.allreduce_async(
                     wire,
                     name=name,
@@ -57,13 +65,26 @@ class Loose:
                 continue
             if grad is None or not grad.is_sparse:
                 grad = _as_sparse(slot.param, grad)
+            self._asked += 1
             handle = ops.sparse_allreduce_async(
                 grad, name=name, op=op, process_set=self._plan.process_set
             )
             self._flying.append((slot, handle, None))
 
+    def _name_of(self, slot: Slot) -> str:
+        return f"{self._plan.prefix}.{slot.name}"
+
+    def refuse_rest(self, problem: str) -> None:
+        """Other ranks that wait for what was not launched hear why."""
+        kind = Kind.ALLREDUCE if self.wants_all else Kind.ALLGATHER
+        number = self._plan.process_set._id()
+        for slot in list(self._slots.values())[self._asked :]:
+            with contextlib.suppress(BaguaError):
+                core.refuse(world().engine, kind, self._name_of(slot), number, problem)
+        self._asked = 0
+
     def deliver(self) -> None:
-        flying, self._flying = self._flying, []
+        flying, self._flying, self._asked = self._flying, [], 0
         errors: list[BaguaError] = []
         for slot, handle, context in flying:
             try:

@@ -62,16 +62,16 @@ class NonFinite:
         self._process_set, self._name = process_set, name
         self._mine: dict[str, str] = {}  # by bucket: the first such parameter
 
-    def look(self, bucket: Any) -> None:
-        """At what a bucket is about to send."""
-        for slot in bucket.slots:
+    def look(self, where: str, slots: Sequence[Any]) -> None:
+        """At what is about to travel there."""
+        for slot in slots:
             grad = slot.param.grad
             if grad is None:
                 continue
             values = grad._values() if grad.is_sparse else grad
             # A sum is a tenth of the work, and overflows only where little is left to lose.
             if not values.sum().isfinite() and not values.isfinite().all():
-                self._mine[bucket.name] = slot.name
+                self._mine[where] = slot.name
                 return
 
     def forget(self) -> None:

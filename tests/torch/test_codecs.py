@@ -298,6 +298,42 @@ def test_one_rank_loads_and_broadcasts(everyone, hvd, recwarn):
     assert bool(warned) == (everyone.size > 1)
 
 
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        Algorithm(codec="sign1", error_feedback=True),
+        "local_sgd",
+        "diloco",
+        Algorithm(what="delta", codec="minmax_u8", when="forward", every=2),
+        "decentralized",
+        "low_precision_decentralized",
+    ],
+    ids=str,
+)
+def test_one_rank_goes_back_while_training(everyone, hvd, algorithm):
+    model = nn.Linear(8, 300)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), algorithm=algorithm)
+    for step in range(3):
+        _step(everyone, model, optimizer, step)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for step in range(3):
+        _step(everyone, model, optimizer, step)
+    if everyone.me == 0:
+        model.load_state_dict(before[0])
+        optimizer.load_state_dict(before[1])
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    sgd.param_groups[0]["lr"] = 0.0
+    for step in range(4):
+        _step(everyone, model, optimizer, step)
+    optimizer.settle()
+    _assert_equal_replicas(hvd, model)
+    loaded = hvd.broadcast_object(before[0])
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, loaded[name], rtol=0, atol=1e-6)
+
+
 @pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("algorithm", list(algorithms()), ids=repr)
 def test_recovers_from_one_bad_step(everyone, hvd, algorithm):

@@ -35,6 +35,40 @@ def test_integers_pass_through(everyone, hvd, name):
     assert torch.equal(result, everyone.reduced(tensors, hvd.Sum))
 
 
+def test_a_compressor_that_fails_on_one_rank(everyone, hvd):
+    last = everyone.me == everyone.size - 1
+
+    class Fails(hvd.Compressor):
+        armed, calls = False, 0
+
+        @classmethod
+        def compress(cls, tensor):
+            cls.calls += 1
+            if cls.armed and last and cls.calls % 3 == 2:
+                raise ArithmeticError("on purpose")
+            return tensor, None
+
+        @staticmethod
+        def decompress(tensor, ctx):
+            return tensor
+
+    params = [torch.nn.Parameter(torch.zeros(10)) for _ in range(3)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.1), compression=Fails)
+    for step in range(4):
+        optimizer.zero_grad()
+        Fails.armed, Fails.calls = step == 1, 0
+        loss = sum((everyone.me + 1) * param.sum() for param in params)
+        if step == 1:
+            error, words = (ArithmeticError, "purpose") if last else (hvd.UsageError, "on purpose")
+            with pytest.raises(error, match=words):
+                loss.backward()
+            continue
+        loss.backward()
+        for param in params:
+            assert (param.grad == (everyone.size + 1) / 2).all()
+        optimizer.step()
+
+
 def test_a_compressor_of_the_users_own(everyone, hvd):
     class Halves(hvd.Compressor):
         @staticmethod

@@ -800,16 +800,51 @@ def test_process_set(everyone, hvd):
         hvd.remove_process_set(process_set)
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows):
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("on purpose")
+
+
+def test_a_backward_after_one_that_has_failed(everyone, hvd):
+    """Nothing but the second call of backward tells that the first one has ended."""
+    params = [nn.Parameter(torch.zeros(n)) for n in (10, 200_000)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
+    for _ in range(2):
+        for failing in (0, 1):
+            optimizer.zero_grad()
+            good, bad = params[failing - 1], params[failing]
+            with pytest.raises(ArithmeticError):
+                (good.sum() + Fails.apply(bad).sum()).backward()
+            for param in params:
+                param.grad = None
+            sum((everyone.me + 1) * param.sum() for param in params).backward()
+            for param in params:
+                assert (param.grad == (everyone.size + 1) / 2).all()
+            optimizer.step()
+
+
+def test_an_error_while_gradients_only_accumulate_is_nobody_elses(everyone, hvd):
+    param = nn.Parameter(torch.zeros(10))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            if everyone.me == 0:
+                with pytest.raises(ArithmeticError):
+                    (param.sum() + Fails.apply(param).sum()).backward()
+            param.sum().backward()
+        optimizer.zero_grad()
+        ((everyone.me + 1) * param.sum()).backward()
+        assert (param.grad == (everyone.size + 1) / 2).all()
+        optimizer.step()
+
+
 def test_an_error_in_backward_leaves_no_trace(everyone, hvd):
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, rows):
-            return rows.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ArithmeticError("on purpose")
-
     model, oracle = mlp(), mlp()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     reference = torch.optim.SGD(oracle.parameters(), lr=0.1)

@@ -69,6 +69,28 @@ def test_what_is_no_number_is_named_and_skipped(everyone, hvd, setting, monkeypa
     assert (params[1] == -2).all()
 
 
+def test_gradients_that_travel_alone_are_looked_at(everyone, hvd, setting):
+    setting(check_finite="skip")
+    table = nn.Embedding(10, 4, sparse=True)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters()
+    )
+    hvd.broadcast_parameters(table.state_dict())
+    for step in range(4):
+        optimizer.zero_grad()
+        before = table.weight.detach().clone()
+        scale = torch.nan if step == 2 and everyone.me == everyone.size - 1 else 1.0
+        with warnings.catch_warnings(record=True) as w:
+            warnings.simplefilter("always")
+            (scale * table(torch.tensor([everyone.me, 9])).sum()).backward()
+        words = [str(warning.message) for warning in w if "NaN or Inf" in str(warning.message)]
+        assert bool(words) == (step == 2 and everyone.me == 0)
+        if words:
+            assert f"weight (alone) on rank {everyone.size - 1}" in words[0]
+        optimizer.step()
+        assert torch.equal(table.weight, before) == (step == 2)
+
+
 def test_only_reported(everyone, hvd, setting):
     setting(check_finite="report")
     param = nn.Parameter(torch.zeros(10))
