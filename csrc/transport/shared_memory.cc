@@ -41,10 +41,12 @@ std::string limit_text(int resource, const char* flag) {
   throw UsageError(text + "; transport='mpi' does without");
 }
 
+}  // namespace
+
 // The segments this process has made. What a child of fork() writes or frees there is its own. What
 // it has not written it sees as its parent leaves it, which may take pages back: it must not count
 // on what it finds.
-class Family {
+class Segment::Family {
  public:
   static Family& get() {
     static Family* family = new Family;
@@ -57,6 +59,12 @@ class Family {
   void remove(Segment* segment) {
     std::lock_guard<std::mutex> lock(mutex_);
     segments_.erase(segment);
+  }
+  std::shared_ptr<char> find(int fd) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const Segment* segment : segments_)
+      if (segment->fd() == fd) return segment->data_;
+    return nullptr;
   }
 
  private:
@@ -74,8 +82,6 @@ class Family {
   std::mutex mutex_;
   std::set<Segment*> segments_;
 };
-
-}  // namespace
 
 Segment::Segment(size_t nbytes) : nbytes_(round_up(std::max<size_t>(nbytes, 1), kPage)) {
   // The kernel hands out what it has not got, and ends whoever then writes to it.
@@ -104,6 +110,7 @@ Segment::Segment(size_t nbytes) : nbytes_(round_up(std::max<size_t>(nbytes, 1), 
 }
 
 Segment::Segment(int pid, int fd, size_t nbytes) : nbytes_(nbytes) {
+  if (pid == ::getpid() && (data_ = Family::get().find(fd))) return;
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
   const int mine = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (mine < 0 && (errno == ENOENT || errno == ESRCH))
@@ -122,12 +129,11 @@ void Segment::map(int fd) {
   void* data = ::mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (data == MAP_FAILED) fail("map", nbytes_, errno);
   ::madvise(data, nbytes_, MADV_HUGEPAGE);  // where the kernel gives them
-  data_ = static_cast<char*>(data);
+  data_ = {static_cast<char*>(data), [nbytes = nbytes_](char* p) { ::munmap(p, nbytes); }};
 }
 
 Segment::~Segment() {
   if (fd_ >= 0) Family::get().remove(this);
-  if (data_) ::munmap(data_, nbytes_);
   if (fd_ >= 0) ::close(fd_);
 }
 

@@ -17,20 +17,23 @@ class Segment {
  public:
   // Makes one; its pages read as zeros and take memory once they are touched.
   explicit Segment(size_t nbytes);
-  // Maps one that another process, or this one, has made.
+  // Maps one that another process has made. One of this process, whose ranks are threads then, is
+  // at the same addresses for all of them, so that ThreadSanitizer sees who reads what others
+  // write.
   Segment(int pid, int fd, size_t nbytes);
   ~Segment();
   Segment(const Segment&) = delete;
 
-  char* data() const { return data_; }
+  char* data() const { return data_.get(); }
   size_t nbytes() const { return nbytes_; }
   int fd() const { return fd_; }  // -1 for a mapped one
 
  private:
+  class Family;
   void map(int fd);
 
   size_t nbytes_;
-  char* data_ = nullptr;
+  std::shared_ptr<char> data_;
   int fd_ = -1;
 };
 

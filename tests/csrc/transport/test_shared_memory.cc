@@ -1,6 +1,7 @@
 #include "transport/shared_memory.h"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,10 +16,29 @@ namespace {
 TEST(Segment, IsSeenByWhoeverMapsIt) {
   Segment mine(10000);
   EXPECT_EQ(mine.nbytes(), 12288u);
-  Segment theirs(::getpid(), mine.fd(), mine.nbytes());
-  EXPECT_NE(mine.data(), theirs.data());
-  std::memcpy(theirs.data() + 9000, "word", 5);
+  const int pid = ::getpid();
+  const int child = ::fork();
+  if (child == 0) {
+    Segment theirs(pid, mine.fd(), mine.nbytes());
+    std::memcpy(mine.data() + 9000, "mine", 5);  // a copy
+    std::memcpy(theirs.data() + 9000, "word", 5);
+    ::_exit(0);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
   EXPECT_STREQ(mine.data() + 9000, "word");
+}
+
+TEST(Segment, OfThisProcessOutlivesItsMaker) {
+  auto mine = std::make_unique<Segment>(10000);
+  const int fd = mine->fd();
+  const Segment theirs(::getpid(), fd, mine->nbytes());
+  std::memcpy(mine->data(), "word", 5);
+  EXPECT_EQ(mine->data(), theirs.data()) << "for ThreadSanitizer";
+  mine.reset();
+  EXPECT_STREQ(theirs.data(), "word");
+  EXPECT_THROW(Segment(::getpid(), fd, 4096), PeerError);
 }
 
 TEST(Segment, OfAProcessThatIsGoneIsAPeerError) {
