@@ -95,7 +95,14 @@ std::vector<int> Engine::ranks_of(int32_t set) {
 
 // ---- any thread ------------------------------------------------------------------------------
 
+void Engine::refuse_in_child() const {
+  if (in_child_)
+    throw UsageError(
+        "bagua is not initialized in this process, a child that was forked after init()");
+}
+
 HandlePtr Engine::submit(RequestPtr request, Urgency urgency) {
+  refuse_in_child();
   const std::string problem = refuse(*request);
   for (const Device::Mark& start : request->starts)
     request->description.captured |= request->device->captured(start);
@@ -143,6 +150,7 @@ HandlePtr Engine::submit(RequestPtr request, Urgency urgency) {
 
 bool Engine::wait(const Handle& handle, double timeout_s) {
   if (handle.done()) return true;
+  refuse_in_child();
   const double deadline_s = now_s() + timeout_s;
   std::unique_lock<std::mutex> lock(mutex_);
   while (!handle.done()) {
@@ -172,6 +180,7 @@ bool Engine::wait(const Handle& handle, double timeout_s) {
 }
 
 bool Engine::wait_values(const Handle& handle, double timeout_s) {
+  refuse_in_child();
   std::unique_lock<std::mutex> lock(mutex_);
   if (!submissions_.empty()) channel_->wake();
   ++waiting_;

@@ -79,6 +79,9 @@ class Engine {
   void stop();
   bool wait_stopped(double timeout_s);
   FailurePtr failure();  // what ended the engine, or null
+  // This process is a forked child, which shares the sockets, but has no thread of the engine: who
+  // submits or waits here is refused.
+  void abandon() { in_child_ = true; }
 
   // Bytes this rank has sent in exchanges, and exchanges run. Any thread.
   int64_t sent_nbytes() const { return sent_nbytes_.load(std::memory_order_relaxed); }
@@ -116,6 +119,7 @@ class Engine {
   };
 
   // engine.cc
+  void refuse_in_child() const;
   void coordinate();  // the coordination thread
   bool due();
   void drive(const Handle* until, double deadline_s);
@@ -206,11 +210,12 @@ class Engine {
   int64_t submitted_nbytes_ = 0;         // mutex_
   std::map<int32_t, Door> doors_;        // mutex_
   bool driven_ = false;                  // mutex_
-  bool stopping_ = false;                // mutex_
-  bool abandoned_ = false;               // mutex_: stop without waiting for others
-  bool stopped_ = false;                 // mutex_
-  FailurePtr failure_;                   // mutex_
-  std::atomic<int> waiting_{0};          // threads in wait() that do not drive
+  std::atomic<bool> in_child_{false};
+  bool stopping_ = false;        // mutex_
+  bool abandoned_ = false;       // mutex_: stop without waiting for others
+  bool stopped_ = false;         // mutex_
+  FailurePtr failure_;           // mutex_
+  std::atomic<int> waiting_{0};  // threads in wait() that do not drive
   std::atomic<int64_t> sent_nbytes_{0}, touched_nbytes_{0}, exchange_count_{0}, message_count_{0};
 
   std::thread thread_;  // last: starts when everything else is there

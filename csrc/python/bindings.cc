@@ -125,7 +125,10 @@ PYBIND11_MODULE(_core, m) {
   add_coding_type(m);
   m.def("refuse", refuse);
   // In a forked child the engine's thread does not exist: nobody may ever wait for it.
-  m.def("abandon", [](std::shared_ptr<Engine> engine) { new std::shared_ptr<Engine>(engine); });
+  m.def("abandon", [](std::shared_ptr<Engine> engine) {
+    engine->abandon();
+    new std::shared_ptr<Engine>(engine);
+  });
   m.def("build_info", build_info);
   m.def("cuda_devices", cuda_devices);
   m.def("nccl_found", nccl_found);

@@ -55,6 +55,34 @@ def test_arenas_are_given_back(hvd):
     assert len(os.listdir("/proc/self/fd")) <= before + 3
 
 
+def test_a_forked_child_is_told_that_it_cannot(everyone, hvd):
+    param = torch.nn.Parameter(torch.zeros(10))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.1))
+    param.sum().backward()
+    optimizer.step()
+    handle = hvd.allreduce_async(torch.ones(10), op=hvd.Sum)
+    pid = os.fork()
+    if pid == 0:
+        told = 0
+        for attempt in (
+            lambda: param.sum().backward(),
+            optimizer.synchronize,
+            handle.wait,
+            lambda: hvd.allreduce(torch.ones(10)),
+        ):
+            try:
+                attempt()
+            except hvd.UsageError as error:
+                told += "initialized" in str(error) or "init()" in str(error)
+        os._exit(told)
+    _, status = os.waitpid(pid, 0)
+    assert os.WEXITSTATUS(status) == 4
+    assert (handle.wait() == everyone.size).all()
+    optimizer.zero_grad()
+    ((everyone.me + 1) * param.sum()).backward()
+    assert (param.grad == (everyone.size + 1) / 2).all()
+
+
 def test_a_forked_child_cannot_touch_its_parents_arenas(hvd):
     arena = hvd.empty_shared(1000, 1000).fill_(1)
     pid = os.fork()
