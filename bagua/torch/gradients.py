@@ -97,7 +97,8 @@ class Gradients:
         self._end: Any = lambda: None
         self._silent = False  # this pass only accumulates
         self._launched = 0  # buckets, in this pass
-        self._all_launched = False
+        self._all_gathered = False
+        self._gathered: list[Bucket] = []  # and not launched yet
         self._launch_error: BaseException | None = None
         self._task = -1  # the backward pass, as autograd counts them
         self._exchanged = False  # since the last step
@@ -171,11 +172,16 @@ class Gradients:
                     "zero_grad(set_to_none=True) or checkpoint(..., use_reentrant=False)"
                 )
             bucket.stale = True  # a second contribution in one backward: launch once more
-        elif bucket.ready(slot.index) and self._overlaps and not self._state_due:
+        elif bucket.ready(slot.index) and self._overlaps and not self._waits(bucket):
             self._launched += 1
             # Backward is about to end with the last one, and its end to wait and drive.
             last = self._launched == len(self._buckets)
             bucket.launch(Urgency.SOON if last else Urgency.NOW)
+
+    def _waits(self, bucket: Bucket) -> bool:
+        """Whether it is launched only when backward is over."""
+        contested = claims.contested and any(claims.several(slot.param) for slot in bucket.slots)
+        return self._state_due or bool(contested)
 
     def _begin_backward(self) -> None:
         if self._exchanged and any(bucket.sums_again() for bucket in self._buckets):
@@ -205,9 +211,13 @@ class Gradients:
         # Before anybody waits, everything that this pass has gradients for is launched: another
         # rank may wait for any of it first. In one order, since the first time may wait, too.
         alive = [other for other in (ref() for ref in _in_backward.pop(self._task, [])) if other]
-        for other in sorted(alive, key=lambda gradients: gradients._number):
-            if not other._silent:
-                other._launch_rest()
+        alive = sorted(alive, key=lambda gradients: gradients._number)
+        alive = [other for other in alive if not other._silent]
+        if claims.contested:  # the result of one may be where another's gradient is
+            for other in alive:
+                other._gather_rest()
+        for other in alive:
+            other._launch_rest()
         if self._silent:
             self._passes += not self.paused
             return
@@ -244,9 +254,18 @@ class Gradients:
 
     def _launch_rest(self) -> None:
         """Launches what is not under way; once. What goes wrong is told by `_exchange`."""
-        if self._all_launched:
+        self._gather_rest()
+        rest, self._gathered = self._gathered, []
+        try:
+            for bucket in rest:
+                bucket.start(Urgency.WAITED)
+        except BaseException as error:
+            self._note_error(error)
+
+    def _gather_rest(self) -> None:
+        if self._all_gathered:
             return
-        self._all_launched = True
+        self._all_gathered = True
         try:
             self._take_up_state()
             self._find_sparse()
@@ -255,11 +274,13 @@ class Gradients:
             # All are read before any is written: two parameters may have one gradient.
             for bucket in rest:
                 bucket.gather(Urgency.WAITED)
-            for bucket in rest:
-                bucket.start(Urgency.WAITED)
+            self._gathered = rest
         except BaseException as error:
-            self._launch_error = error
-            self._refuse_rest(f"{type(error).__name__} on this rank: {error}")
+            self._note_error(error)
+
+    def _note_error(self, error: BaseException) -> None:
+        self._launch_error = error
+        self._refuse_rest(f"{type(error).__name__} on this rank: {error}")
 
     def _refuse_rest(self, problem: str) -> None:
         """Other ranks that wait for what was not launched hear why."""
@@ -274,7 +295,8 @@ class Gradients:
         self._in_backward = False
         self._passes = 0
         self._launched = 0
-        self._all_launched = False
+        self._all_gathered = False
+        self._gathered = []
         self._launch_error = None
         if self._watch is not None:
             self._watch.forget()

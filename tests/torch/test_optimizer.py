@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
@@ -798,6 +799,36 @@ def test_process_set(everyone, hvd):
                 torch.testing.assert_close(ours.grad, right.grad, rtol=1e-5, atol=1e-6)
     finally:
         hvd.remove_process_set(process_set)
+
+
+class Sleeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, seconds):
+        ctx.seconds = seconds
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+@pytest.mark.usefixtures("overlap")
+def test_a_gradient_that_is_kept_and_of_two_optimizers(everyone, hvd):
+    """It lies where one of them exchanges it, and the other one must not read it there meanwhile."""
+    shared, a, b, c = (nn.Parameter(torch.zeros(5)) for _ in range(4))
+    first = hvd.DistributedOptimizer(torch.optim.SGD([shared, a, c], lr=0.0))
+    second = hvd.DistributedOptimizer(torch.optim.SGD([shared, b], lr=0.0))
+    for step in range(4):
+        early = Sleeps.apply(a, 0.06 if everyone.me == 0 else 0.0).sum()
+        late = Sleeps.apply(shared, 0.03 if everyone.me == 1 else 0.0).sum()
+        loss = early + late * (everyone.me + 1) * (step + 1) + b.sum()
+        (loss + c.sum() if step % 2 == 0 else loss).backward()
+        assert (shared.grad == (step + 1) * (everyone.size + 1) / 2).all()
+        for optimizer in (first, second):
+            optimizer.step()
+        for optimizer in (first, second):
+            optimizer.zero_grad(set_to_none=False)
 
 
 class Fails(torch.autograd.Function):
