@@ -33,7 +33,7 @@ class Arrays(Protocol):
     def assign(self, target: Any, source: Any) -> None:
         """Copies values into an array that may have gaps."""
 
-    def tell_written(self, target: Any) -> None:
+    def note_written(self, target: Any) -> None:
         """An operation has written to its memory."""
 
     def check_writable(self, target: Any) -> None:
@@ -80,7 +80,7 @@ class NumpyArrays:
     def assign(self, target: Any, source: Any) -> None:
         self._view(target)[...] = source
 
-    def tell_written(self, target: Any) -> None:
+    def note_written(self, target: Any) -> None:
         pass
 
     def check_writable(self, target: Any) -> None:

@@ -491,7 +491,7 @@ class Operations:
         def finish(_: Any) -> Any:
             for tensor, (_, out) in zip(several, pairs):
                 if out is tensor:
-                    self._arrays.tell_written(tensor)
+                    self._arrays.note_written(tensor)
                 else:
                     self._arrays.assign(tensor, out)
             return tensors

@@ -104,8 +104,8 @@ class TorchArrays:
     def assign(self, target: Any, source: Any) -> None:
         target.detach().copy_(source)
 
-    def tell_written(self, target: Any) -> None:
-        core.tell_written(target)
+    def note_written(self, target: Any) -> None:
+        core.note_written(target)
 
     def check_writable(self, target: Any) -> None:
         if not target.is_contiguous() and any(

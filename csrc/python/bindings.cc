@@ -132,7 +132,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("build_info", build_info);
   m.def("cuda_devices", cuda_devices);
   m.def("nccl_found", nccl_found);
-  m.def("tell_written", [](const py::object& tensors) { tell_written(tensors.ptr()); });
+  m.def("note_written", [](const py::object& tensors) { note_written(tensors.ptr()); });
   m.def("pretend", pretend);
   m.def("mpi_compiled", mpi_compiled);
 

@@ -65,6 +65,7 @@ PyObject* wait(PyObject* self, PyObject*) {
     }
     const auto engine = std::exchange(h.engine, nullptr);
     release_buried();
+    tell_written();
     h.handle->rethrow();
     if (const FailurePtr failure = h.handle->may_fail() ? engine->failure() : nullptr)
       throw_failure(*failure);
@@ -74,6 +75,7 @@ PyObject* wait(PyObject* self, PyObject*) {
     PyObject* finish = std::exchange(h.finish, nullptr);
     PyObject* result = PyObject_CallOneArg(finish, self);
     Py_DECREF(finish);
+    if (result) tell_written();  // it may have written more
     return result;
   });
 }

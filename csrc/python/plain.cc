@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <vector>
 
 #include "common/errors.h"
 #include "device/pretend.h"
@@ -188,6 +189,11 @@ PyObject* torch_increment() {
   return increment;
 }
 
+std::vector<PyObject*>& written() {
+  static auto* tensors = new std::vector<PyObject*>;
+  return *tensors;
+}
+
 PyObject* torch_tensor() {
   static PyObject* const type =
       py::module_::import("torch").attr("Tensor").cast<py::object>().release().ptr();
@@ -219,14 +225,35 @@ Device::Stream current_stream(const Device& device) {
 
 void pretend(int work_us) { pretended = new PretendDevice(work_us); }
 
-void tell_written(PyObject* tensors) {
+void note_written(PyObject* tensors) {
+  constexpr size_t kMost = 1000;  // are kept alive for that
+  const auto note = [](PyObject* tensor) {
+    if (exchange_of(Py_TYPE(tensor))) written().push_back(new_ref(tensor));
+  };
+  if (PyList_Check(tensors)) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) note(PyList_GET_ITEM(tensors, i));
+  } else {
+    note(tensors);
+  }
+  if (written().size() > kMost) tell_written();
+}
+
+void tell_written() {
+  if (written().empty()) return;
+  py::tuple tensors(written().size());
+  for (size_t i = 0; i < written().size(); ++i)
+    PyTuple_SET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i), written()[i]);
+  written().clear();
   PyObject* const increment = torch_increment();
   if (!increment) return;
-  PyObject* const all = PyList_Check(tensors) ? new_ref(tensors) : PyTuple_Pack(1, tensors);
-  PyObject* const answer = all ? PyObject_CallOneArg(increment, all) : nullptr;
-  if (!answer) PyErr_Clear();  // they are not torch's
+  PyObject* const answer = PyObject_CallOneArg(increment, tensors.ptr());
   Py_XDECREF(answer);
-  Py_XDECREF(all);
+  if (answer) return;
+  PyErr_Clear();
+  for (const py::handle tensor : tensors) {  // not all are torch's
+    Py_XDECREF(PyObject_CallOneArg(increment, py::make_tuple(tensor).ptr()));
+    PyErr_Clear();
+  }
 }
 
 bool read_plain(PyObject* tensor, Plain& plain) {

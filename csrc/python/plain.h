@@ -28,8 +28,10 @@ struct Plain {
 // Reads objects whose type offers DLPack's C exchange table, as torch's tensors do, and writable
 // buffers, as NumPy's arrays. False, with no error set, for everything else and in doubt.
 bool read_plain(PyObject* tensor, Plain& plain);
-// Tells torch, if these are its own, a tensor or a list, that they are written to behind its back.
-void tell_written(PyObject* tensors);
+// An operation writes to these, a tensor or a list, behind their framework's back: torch is told
+// before anybody has waited for a result, of many at once.
+void note_written(PyObject* tensors);
+void tell_written();
 
 // The device of a tensor. There is one to a process: a UsageError tells of a second.
 Device& device_of(int number);

@@ -103,7 +103,7 @@ PyObject* submit(PyObject*, PyObject* const* args, Py_ssize_t count) {
     request->set = static_cast<int32_t>(as_int(args[8]));
     request->splits = as_ints(args[9]);
     if (!add_tensors(*request, args[3])) return new_ref(Py_None);
-    if (!is_described(args[3])) tell_written(args[3]);
+    if (!is_described(args[3])) note_written(args[3]);
     if (d.kind == OpKind::kAddProcessSet) d.layout = request->splits;
     d.on_device =
         !request->parts.empty() && std::all_of(request->parts.begin(), request->parts.end(),

@@ -815,7 +815,7 @@ class Sleeps(torch.autograd.Function):
 
 @pytest.mark.usefixtures("overlap")
 def test_a_gradient_that_is_kept_and_of_two_optimizers(everyone, hvd):
-    """It lies where one of them exchanges it, and the other one must not read it there meanwhile."""
+    """It lies where one of them exchanges it; the other must not read it there meanwhile."""
     shared, a, b, c = (nn.Parameter(torch.zeros(5)) for _ in range(4))
     first = hvd.DistributedOptimizer(torch.optim.SGD([shared, a, c], lr=0.0))
     second = hvd.DistributedOptimizer(torch.optim.SGD([shared, b], lr=0.0))
