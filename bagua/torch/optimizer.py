@@ -136,6 +136,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Makes sure that gradients are exchanged; after `backward()` they usually are."""
         self._catch_up()
+        if self._algorithm.warmup_steps:
+            capture.refuse(self._all_params(), f"{self._algorithm!r} counts its steps on the host")
         self._driver.synchronize()
 
     @contextlib.contextmanager
@@ -338,10 +340,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Steps so far, and the step from which the algorithm counts."""
         return self._step, self._since
 
-    @progress.setter
-    def progress(self, progress: tuple[int, int]) -> None:
+    @property
+    def state_due(self) -> bool:
+        """Whether this rank expects all to agree on what they have loaded."""
+        return self._driver.state_due
+
+    def go_to(self, progress: tuple[int, int], state_due: bool) -> None:
+        """As all ranks do."""
         self._step, self._since = progress
-        self._driver.go_to(self._step)
+        self._driver.go_to(self._step, state_due)
 
     def add_param_group(self, param_group: Any) -> None:
         self.inner.add_param_group(param_group)

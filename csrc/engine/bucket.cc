@@ -148,7 +148,14 @@ void Bucket::meet(Device::Stream stream) {
     met_.swap(streams_);
   }
   met_.erase(std::remove(met_.begin(), met_.end(), stream), met_.end());
-  for (const Device::Stream other : met_) device_->follow(stream, device_->mark(other));
+  if (met_.empty()) return;
+  // A stream that is captured can wait only for what is captured with it; its owner has seen to the
+  // others before.
+  const bool captured = device_->captured(device_->mark(stream));
+  for (const Device::Stream other : met_) {
+    const Device::Mark mark = device_->mark(other);
+    if (!captured || device_->captured(mark)) device_->follow(stream, mark);
+  }
 }
 
 void Bucket::part(const Device::Mark& mark) {

@@ -52,7 +52,7 @@ class Bucket {
   // last slot ready: then the values must be in the arena and launch() is due. Any thread.
   bool ready(int slot);
   // While a bucket counts quietly, until its launch, only who makes the last slot ready must act.
-  void count_quietly() { quiet_ = true; }
+  void count_quietly(bool quiet) { quiet_ = quiet; }
   bool quiet() const { return quiet_; }
   // Like ready(), but leaves the last slot to somebody who then calls ready(): false for that one.
   bool ready_but_not_last(int slot);

@@ -144,7 +144,7 @@ bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, G
   device_->let_go();
   if (captured && !captured_) captured_ = device_->add_stream();
   on_ = captured ? captured_ : stream_;
-  nccl_->use(on_);
+  nccl_->use(on_, captured);
   for (const RequestPtr& request : requests)
     for (const Device::Mark& start : request->starts) device_->follow(on_, start);
   return true;

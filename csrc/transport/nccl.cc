@@ -5,6 +5,7 @@
 #include <cstring>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "common/errors.h"
@@ -91,11 +92,17 @@ NcclGroup::NcclGroup(const NcclLibrary& library, const NcclId& id, int size, int
 }
 
 void NcclGroup::abort() {
-  if (auto* comm = std::exchange(comm_, nullptr)) library_.abort(comm);
+  auto* comm = std::exchange(comm_, nullptr);
+  if (comm && captured_) {
+    std::thread([abort = library_.abort, comm] { abort(comm); }).detach();
+  } else if (comm) {
+    library_.abort(comm);
+  }
 }
 
 void NcclGroup::end() {
-  if (comm_ && !std::exchange(ending_, true)) expect(library_.finalize(comm_), "ncclCommFinalize");
+  if (comm_ && !captured_ && !std::exchange(ending_, true))
+    expect(library_.finalize(comm_), "ncclCommFinalize");
 }
 
 bool NcclGroup::has_ended() {

@@ -39,8 +39,12 @@ class NcclGroup {
   void end();
   bool has_ended();
 
-  // Where everything goes from now on.
-  void use(Stream stream) { stream_ = stream; }
+  // Where everything goes from now on. NCCL ends no communicator while there are graphs that
+  // captured its work, and would wait for them.
+  void use(Stream stream, bool captured) {
+    stream_ = stream;
+    captured_ = captured_ || captured;
+  }
   // Throws a PeerError if NCCL has noticed that a rank, or the way to it, is gone.
   void check();
 
@@ -69,6 +73,7 @@ class NcclGroup {
   const WaitUntil wait_until_;
   NcclLibrary::Comm comm_ = nullptr;
   bool ending_ = false;
+  bool captured_ = false;
 };
 
 }  // namespace bagua

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from bagua.algorithms import Algorithm
 from bagua.common.world import world
 from bagua.torch import capture
 
@@ -56,7 +57,9 @@ def test_what_looks_at_values_is_refused(hvd, capturing, monkeypatch, setting):
         step(model, optimizer)
 
 
-@pytest.mark.parametrize("algorithm", ["local_sgd", "decentralized"])
+@pytest.mark.parametrize(
+    "algorithm", ["local_sgd", "decentralized", Algorithm(codec="topk", warmup_steps=3)]
+)
 def test_what_counts_steps_is_refused(hvd, capturing, algorithm):
     model, optimizer = model_and_optimizer(hvd, algorithm)
     step(model, optimizer)

@@ -43,7 +43,7 @@ TEST(Bucket, QuietCountingLeavesTheLastSlotToReady) {
   Bucket bucket(world.engines[0], "b", DType::kF32, {1, 1}, sum(), 0, 0);
   for (int round = 0; round < 2; ++round) {
     EXPECT_FALSE(bucket.quiet());
-    bucket.count_quietly();
+    bucket.count_quietly(true);
     EXPECT_TRUE(bucket.quiet());
     EXPECT_TRUE(bucket.ready_but_not_last(1));
     EXPECT_TRUE(bucket.ready_but_not_last(1)) << "said twice";

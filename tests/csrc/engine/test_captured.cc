@@ -144,6 +144,25 @@ TEST(Captured, IsRefusedWhereItCannotBe) {
   }
 }
 
+// NCCL would wait for the graph, and the end of a process must not.
+TEST(Captured, EndsWithTheProcess) {
+  const int before = FakeNccl::finalized();
+  {
+    GpuWorld world(2);
+    world.run([&](int, Gpu& gpu, Engine& engine) {
+      std::vector<float> values(100);
+      gpu.compute(values, 1);
+      gpu.exchange(engine, allreduce_of("x", values), values);
+      Step step;
+      capture(gpu, [&] {
+        step.give(gpu, engine, values,
+                  [&] { return gpu.submit(engine, allreduce_of("x", values)); });
+      });
+    });
+  }
+  EXPECT_EQ(FakeNccl::finalized(), before);
+}
+
 // What is captured does not travel with what is not.
 TEST(Captured, BesideOthers) {
   GpuWorld world(2);
