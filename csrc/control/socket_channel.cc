@@ -288,6 +288,11 @@ std::string missing_ranks(const std::vector<Socket>& sockets) {
   return text;
 }
 
+bool has_ended(const Socket& socket) {
+  char byte;
+  return ::recv(socket.fd(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0;
+}
+
 }  // namespace
 
 SocketListener::SocketListener(int size, const std::string& interfaces)
@@ -317,8 +322,12 @@ std::unique_ptr<SocketChannel> SocketListener::accept(double timeout_s) {
     if (secret_.compare(0, kSecretNbytes, hello, kSecretNbytes) != 0) continue;
     if (rank < 1 || rank >= size_ || !socket.write_all("!", 1, deadline_s)) continue;
     Socket& place = sockets[static_cast<size_t>(rank)];
-    if (!place.open()) ++connected;  // else it missed our answer and tries again
-    place = std::move(socket);
+    place = std::move(socket);  // if there was one, it missed our answer and tries again
+    connected = 1;
+    for (Socket& other : sockets) {
+      if (other.open() && has_ended(other)) other.close();
+      connected += other.open();
+    }
   }
   // Nobody goes on, to where only MPI could be waited with, before all are here.
   for (int rank = 1; rank < size_; ++rank)
