@@ -188,10 +188,16 @@ class BetweenSteps:
         self._land()
         self._loaded, self._step, self._begun = loaded, step, False
 
-    def go_to(self, step: int) -> None:
-        """Every rank goes there; some of them may have loaded what others have not."""
-        self._land()
-        self._step, self._begun = step, False
+    @property
+    def state_due(self) -> bool:
+        """Whether ranks agree on what they have loaded, before the next step."""
+        return not self._begun
+
+    def go_to(self, step: int, state_due: bool) -> None:
+        """As all ranks do."""
+        if state_due:
+            self._land()
+        self._step, self._begun = step, not state_due
 
     def _restore(self, values: dict[str, dict[str, torch.Tensor]]) -> None:
         for what, flats in self._kept().items():

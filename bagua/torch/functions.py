@@ -75,13 +75,14 @@ def broadcast_optimizer_state(
     """Gives every rank the root's optimizer state and hyperparameters.
 
     The others need not have any state yet. What an algorithm keeps, as the errors of a codec, is
-    each rank's own and stays. `model` is there for Horovod's sake and not needed.
+    each rank's own and stays, unless a rank has loaded some that does not fit that of the others.
+    `model` is there for Horovod's sake and not needed.
     """
     if isinstance(optimizer, DistributedOptimizer):
         # What an algorithm keeps is each rank's own; how far it has come is not.
-        optimizer.progress = broadcast_object(
-            optimizer.progress, root_rank, process_set=process_set
-        )
+        progress = broadcast_object(optimizer.progress, root_rank, process_set=process_set)
+        due = any(allgather_object(optimizer.state_due, process_set=process_set))
+        optimizer.go_to(progress, due)
         optimizer = optimizer.inner
     _check_same_groups(optimizer, process_set)
     is_root = rank() == root_rank

@@ -198,13 +198,13 @@ class Gradients:
         self._unshared = True
         self._silent = self.paused or self._passes + 1 < self.passes_per_step
         end = _End(self)
-        self._end = weakref.ref(end)
+        self._end = weakref.ref(end, _when_over(self))
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._task = torch._C._current_graph_task_id()
         _in_backward.setdefault(self._task, []).append(weakref.ref(self))
         if self._order is None and not self._silent:
             for bucket in self._buckets:
-                bucket.count_quietly()
+                bucket.count_quietly(True)
 
     def _end_backward(self) -> None:
         self._in_backward = False
@@ -341,6 +341,7 @@ class Gradients:
             if bucket.handle is not None:
                 with contextlib.suppress(BaguaError):
                     bucket.discard()
+        self._loose.discard()
         self._reset()
         self._exchanged = False
 
@@ -431,10 +432,14 @@ class Gradients:
         self._loaded, self._step = loaded, step
         self._state_due = lost.something(self._buckets)
 
-    def go_to(self, step: int) -> None:
-        """Every rank goes there; some of them may have loaded what others have not."""
-        self._step = step
-        self._state_due = lost.something(self._buckets)
+    @property
+    def state_due(self) -> bool:
+        """Whether ranks agree on what they have loaded, in the next exchange."""
+        return self._state_due
+
+    def go_to(self, step: int, state_due: bool) -> None:
+        """As all ranks do."""
+        self._step, self._state_due = step, state_due
 
     def _identity(self) -> dict[str, object]:
         return kept.identity(self.algorithm, self._process_set, sorted(self._by_name))
@@ -516,6 +521,19 @@ class _End:
 
     def __call__(self) -> None:
         self._gradients._end_backward()
+
+
+def _when_over(gradients: Gradients) -> Any:
+    """Lets the next hook of any gradient notice a backward that has raised."""
+    reference = weakref.ref(gradients)
+
+    def call(_: Any) -> None:
+        self = reference()
+        if self is not None and self._in_backward:
+            for bucket in self._buckets:
+                bucket.count_quietly(False)
+
+    return call
 
 
 def _weakly(gradients: Gradients) -> Any:

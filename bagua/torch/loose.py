@@ -77,11 +77,18 @@ class Loose:
     def refuse_rest(self, problem: str) -> None:
         """Other ranks that wait for what was not launched hear why."""
         kind = Kind.ALLREDUCE if self.wants_all else Kind.ALLGATHER
-        number = self._plan.process_set._id()
         for slot in list(self._slots.values())[self._asked :]:
             with contextlib.suppress(BaguaError):
+                number = self._plan.process_set._id()
                 core.refuse(world().engine, kind, self._name_of(slot), number, problem)
-        self._asked = 0
+        self._asked = len(self._slots)
+
+    def discard(self) -> None:
+        """Waits for what has been launched without using it."""
+        for _, handle, _ in self._flying:
+            with contextlib.suppress(BaguaError):
+                ops.synchronize(handle)
+        self._flying, self._asked = [], 0
 
     def deliver(self) -> None:
         flying, self._flying, self._asked = self._flying, [], 0

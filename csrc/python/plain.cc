@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "common/errors.h"
@@ -240,10 +241,10 @@ void note_written(PyObject* tensors) {
 
 void tell_written() {
   if (written().empty()) return;
-  py::tuple tensors(written().size());
-  for (size_t i = 0; i < written().size(); ++i)
-    PyTuple_SET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i), written()[i]);
-  written().clear();
+  const std::vector<PyObject*> mine = std::exchange(written(), {});  // what follows may come here
+  const py::tuple tensors(mine.size());
+  for (size_t i = 0; i < mine.size(); ++i)
+    PyTuple_SET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i), mine[i]);
   PyObject* const increment = torch_increment();
   if (!increment) return;
   PyObject* const answer = PyObject_CallOneArg(increment, tensors.ptr());

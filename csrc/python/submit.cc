@@ -103,7 +103,6 @@ PyObject* submit(PyObject*, PyObject* const* args, Py_ssize_t count) {
     request->set = static_cast<int32_t>(as_int(args[8]));
     request->splits = as_ints(args[9]);
     if (!add_tensors(*request, args[3])) return new_ref(Py_None);
-    if (!is_described(args[3])) note_written(args[3]);
     if (d.kind == OpKind::kAddProcessSet) d.layout = request->splits;
     d.on_device =
         !request->parts.empty() && std::all_of(request->parts.begin(), request->parts.end(),
@@ -112,6 +111,7 @@ PyObject* submit(PyObject*, PyObject* const* args, Py_ssize_t count) {
     request->keepalive = keep(args[11]);
     HandlePtr handle = request->handle;
     engine->submit(std::move(request), static_cast<Engine::Urgency>(as_int(args[10])));
+    if (!is_described(args[3])) note_written(args[3]);
     return make_handle(std::move(engine), std::move(handle), args[12]);
   });
 }

@@ -859,6 +859,22 @@ def test_a_backward_after_one_that_has_failed(everyone, hvd):
             optimizer.step()
 
 
+def test_a_smaller_backward_after_one_that_has_failed(everyone, hvd):
+    params = [nn.Parameter(torch.zeros(10)) for _ in range(3)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
+    for step in range(4):
+        optimizer.zero_grad()
+        if step > 1:  # the order is known
+            with pytest.raises(ArithmeticError):
+                (Fails.apply(params[0]).sum() + params[1].sum() + params[2].sum()).backward()
+            for param in params:
+                param.grad = None
+        ((everyone.me + 1) * (params[1].sum() + params[2].sum())).backward()
+        for param in params[1:]:
+            assert (param.grad == (everyone.size + 1) / 2).all()
+        optimizer.step()
+
+
 def test_an_error_while_gradients_only_accumulate_is_nobody_elses(everyone, hvd):
     param = nn.Parameter(torch.zeros(10))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.1))
