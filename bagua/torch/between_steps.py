@@ -61,7 +61,7 @@ class BetweenSteps:
 
     def synchronize(self) -> None:
         """The optimizer is about to step."""
-        capture.refuse(self._all_params, f"{self.algorithm!r} counts its steps on the host")
+        capture.refuse("%r counts its steps on the host", self.algorithm)
         self.refresh()
         if not self._begun:
             self._begin()

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from bagua.common.errors import UsageError
 
 
-def refuse(params: Sequence[torch.Tensor], why: str) -> None:
-    """Raises where the work on these parameters is being captured."""
-    if is_capturing(params):
-        raise UsageError(f"this step cannot be captured in a CUDA graph: {why}")
+def refuse(why: str, *about: object) -> None:
+    """Raises where work is being captured; `why` takes what it is about by `%`."""
+    if is_capturing():
+        raise UsageError(f"this step cannot be captured in a CUDA graph: {why % about}")
 
 
-def is_capturing(params: Sequence[torch.Tensor]) -> bool:
-    return any(p.is_cuda for p in params) and torch.cuda.is_current_stream_capturing()
+def is_capturing() -> bool:
+    """Whether the current stream is captured. Costs next to nothing where there is no GPU."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

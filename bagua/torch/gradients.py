@@ -191,9 +191,9 @@ class Gradients:
                 "zero_grad()"
             )
         if self._watch is not None:
-            capture.refuse(self._params, "check_finite has the host look at numbers; turn it off")
+            capture.refuse("check_finite has the host look at numbers; turn it off")
         if self._order is not None or self._rebuild_due or self._state_due:
-            capture.refuse(self._params, "ranks settle on buckets first; take two before")
+            capture.refuse("ranks settle on buckets first; take two before")
         self._in_backward = True
         self._unshared = True
         self._silent = self.paused or self._passes + 1 < self.passes_per_step

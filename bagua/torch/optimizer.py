@@ -137,7 +137,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Makes sure that gradients are exchanged; after `backward()` they usually are."""
         self._catch_up()
         if self._algorithm.warmup_steps:
-            capture.refuse(self._all_params(), f"{self._algorithm!r} counts its steps on the host")
+            capture.refuse("%r counts its steps on the host", self._algorithm)
         self._driver.synchronize()
 
     @contextlib.contextmanager
@@ -259,7 +259,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         now, wanted = self._driver, self._algorithm.at(self._step - self._since)
         if wanted == now.algorithm:
             return
-        capture.refuse(self._all_params(), f"from here on it is {wanted!r}; take some steps before")
+        capture.refuse("from here on it is %r; take some steps before", wanted)
         if isinstance(now, Gradients) and wanted.what in ("grad", "momentum"):
             now.change(wanted)
         else:
@@ -275,13 +275,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         every = int(world().config.check_replicas_every)
         if not every or not isinstance(self._driver, Gradients):
             return
-        capture.refuse(self._all_params(), "check_replicas_every has the host look at weights")
+        capture.refuse("check_replicas_every has the host look at weights")
         if self._step % every:
             return
         safety.check_replicas(self._driver.named(), "replicas", self._process_set)
-
-    def _all_params(self) -> list[torch.Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
 
     # GradScaler would hand its scale to this object; so it unscales the gradients itself.
     _step_supports_amp_scaling = False

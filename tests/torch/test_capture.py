@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ranks(1, 2)
 
 @pytest.fixture
 def capturing(monkeypatch):
-    return lambda: monkeypatch.setattr(capture, "is_capturing", lambda params: True)
+    return lambda: monkeypatch.setattr(capture, "is_capturing", lambda: True)
 
 
 def model_and_optimizer(hvd, algorithm="gradient_allreduce"):
@@ -35,7 +35,7 @@ def step(model, optimizer):
 def test_the_first_step_is_refused_and_later_ones_are_not(hvd, capturing, monkeypatch):
     model, optimizer = model_and_optimizer(hvd)
     with monkeypatch.context() as m:
-        m.setattr(capture, "is_capturing", lambda params: True)
+        m.setattr(capture, "is_capturing", lambda: True)
         with pytest.raises(hvd.UsageError, match=r"cannot be captured .* take two before"):
             step(model, optimizer)
     step(model, optimizer)
