@@ -31,7 +31,7 @@ class _Claims:
         count = self._counts[param] = self._counts.get(param, 0) + 1
         self.contested += count == 2
 
-    def several(self, param: torch.Tensor) -> bool:
+    def is_contested(self, param: torch.Tensor) -> bool:
         return self._counts.get(param, 0) > 1
 
     def drop(self, param: torch.Tensor) -> None:

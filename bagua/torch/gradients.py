@@ -1,7 +1,7 @@
 """The gradients of one optimizer: hooks that notice them, buckets that exchange them.
 
 A gradient's way: autograd finishes a parameter's gradient and calls its hook, the engine's Notice,
-which counts and asks `_decide` only where there is something to decide; the last hook of a bucket
+which counts and asks `decide` only where there is something to decide; the last hook of a bucket
 launches the bucket's exchange while backward goes on; when backward ends, what is missing is
 launched too (a parameter without a gradient counts as zeros, so that ranks may differ in what they
 use), everything is waited for, and every `param.grad` is what all ranks share.
@@ -27,7 +27,7 @@ from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.objects import broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
-from bagua.torch import capture, kept, lost
+from bagua.torch import capture, hooks, kept, lost
 from bagua.torch.bucket_plan import Plan
 from bagua.torch.buckets import Bucket, Fold, Slot, claims
 from bagua.torch.checks import check_parameters, checked_names
@@ -98,7 +98,6 @@ class Gradients:
         self._silent = False  # this pass only accumulates
         self._launched = 0  # buckets, in this pass
         self._all_gathered = False
-        self._gathered: list[Bucket] = []  # and not launched yet
         self._launch_error: BaseException | None = None
         self._task = -1  # the backward pass, as autograd counts them
         self._exchanged = False  # since the last step
@@ -146,7 +145,11 @@ class Gradients:
 
     # ---- called by autograd --------------------------------------------------------------------
 
-    def _decide(self, slot: Slot) -> None:
+    def decide(self, param: torch.Tensor) -> None:
+        """Its gradient is there, and it may be the first or the last of something."""
+        if param not in self._slots:
+            return
+        slot = self._slots[param]
         if self._in_backward and self._end() is None:
             self._abandon_backward()  # the one before has raised
         if not self._in_backward:
@@ -180,8 +183,16 @@ class Gradients:
 
     def _waits(self, bucket: Bucket) -> bool:
         """Whether it is launched only when backward is over."""
-        contested = claims.contested and any(claims.several(slot.param) for slot in bucket.slots)
+        contested = claims.contested and any(
+            claims.is_contested(slot.param) for slot in bucket.slots
+        )
         return self._state_due or bool(contested)
+
+    def notice_failure(self) -> None:
+        """Autograd has forgotten a pass; unless it has ended, the next hook has to notice."""
+        if self._in_backward:
+            for bucket in self._buckets:
+                bucket.count_quietly(False)
 
     def _begin_backward(self) -> None:
         if self._exchanged and any(bucket.sums_again() for bucket in self._buckets):
@@ -197,8 +208,8 @@ class Gradients:
         self._in_backward = True
         self._unshared = True
         self._silent = self.paused or self._passes + 1 < self.passes_per_step
-        end = _End(self)
-        self._end = weakref.ref(end, _when_over(self))
+        end = hooks.End(self)
+        self._end = weakref.ref(end, hooks.on_forgotten(self))
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._task = torch._C._current_graph_task_id()
         _in_backward.setdefault(self._task, []).append(weakref.ref(self))
@@ -206,7 +217,7 @@ class Gradients:
             for bucket in self._buckets:
                 bucket.count_quietly(True)
 
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
         self._in_backward = False
         # Before anybody waits, everything that this pass has gradients for is launched: another
         # rank may wait for any of it first. In one order, since the first time may wait, too.
@@ -255,10 +266,12 @@ class Gradients:
     def _launch_rest(self) -> None:
         """Launches what is not under way; once. What goes wrong is told by `_exchange`."""
         self._gather_rest()
-        rest, self._gathered = self._gathered, []
+        if self._launch_error is not None:
+            return
         try:
-            for bucket in rest:
-                bucket.start(Urgency.WAITED)
+            for bucket in self._buckets:
+                if bucket.handle is None:
+                    bucket.start(Urgency.WAITED)
         except BaseException as error:
             self._note_error(error)
 
@@ -270,11 +283,10 @@ class Gradients:
             self._take_up_state()
             self._find_sparse()
             self._loose.launch(None if self._watch is None else self._watch.look)
-            rest = [bucket for bucket in self._buckets if bucket.handle is None]
             # All are read before any is written: two parameters may have one gradient.
-            for bucket in rest:
-                bucket.gather(Urgency.WAITED)
-            self._gathered = rest
+            for bucket in self._buckets:
+                if bucket.handle is None:
+                    bucket.gather(Urgency.WAITED)
         except BaseException as error:
             self._note_error(error)
 
@@ -296,7 +308,6 @@ class Gradients:
         self._passes = 0
         self._launched = 0
         self._all_gathered = False
-        self._gathered = []
         self._launch_error = None
         if self._watch is not None:
             self._watch.forget()
@@ -374,7 +385,7 @@ class Gradients:
         known = [slot for slot in known if slot.param in self._slots]
         # Gradients become ready from the last layer to the first.
         added = [Slot(self._name(p), p, next(self._numbers)) for p in fresh][::-1]
-        decide = _weakly(self)
+        decide = hooks.on_gradient(self)
         for slot in added:
             slot.notice = core.notice(decide)
             slot.may_be_sparse = not self._agreed_on_sparse
@@ -511,41 +522,6 @@ class Gradients:
     def _agreed(self, what: str, values: Any, op: ReduceOp) -> Any:
         name = f"{self._plan.prefix}.{what}"
         return numpy_ops.allreduce(values, name=name, op=op, process_set=self._process_set)
-
-
-class _End:
-    """The end of one backward pass of one optimizer."""
-
-    def __init__(self, gradients: Gradients) -> None:
-        self._gradients = gradients
-
-    def __call__(self) -> None:
-        self._gradients._end_backward()
-
-
-def _when_over(gradients: Gradients) -> Any:
-    """Lets the next hook of any gradient notice a backward that has raised."""
-    reference = weakref.ref(gradients)
-
-    def call(_: Any) -> None:
-        self = reference()
-        if self is not None and self._in_backward:
-            for bucket in self._buckets:
-                bucket.count_quietly(False)
-
-    return call
-
-
-def _weakly(gradients: Gradients) -> Any:
-    """The hook of every parameter; refers to nothing, since torch sees no cycles through hooks."""
-    reference = weakref.ref(gradients)
-
-    def decide(param: torch.Tensor) -> None:
-        self = reference()
-        if self is not None and param in self._slots:
-            self._decide(self._slots[param])
-
-    return decide
 
 
 def _residuals_of(algorithm: Algorithm) -> tuple[object, ...]:
