@@ -7,7 +7,6 @@ set(MPI_CXX_SKIP_MPICXX ON)
 find_package(MPI REQUIRED COMPONENTS CXX)
 message(STATUS "Building against MPI: ${MPI_CXX_COMPILER} (${MPI_CXX_LIBRARIES})")
 
-
 file(GLOB python_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/python/*.cc)
 pybind11_add_module(_core MODULE NO_EXTRAS
   ${python_sources}
