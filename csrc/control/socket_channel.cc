@@ -288,9 +288,16 @@ std::string missing_ranks(const std::vector<Socket>& sockets) {
   return text;
 }
 
-bool has_ended(const Socket& socket) {
-  char byte;
-  return ::recv(socket.fd(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0;
+// How many the other side had given up, to try again.
+int close_ended(std::vector<Socket>& sockets) {
+  int count = 0;
+  for (Socket& socket : sockets) {
+    char byte;
+    if (!socket.open() || ::recv(socket.fd(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) != 0) continue;
+    socket.close();
+    ++count;
+  }
+  return count;
 }
 
 }  // namespace
@@ -322,12 +329,9 @@ std::unique_ptr<SocketChannel> SocketListener::accept(double timeout_s) {
     if (secret_.compare(0, kSecretNbytes, hello, kSecretNbytes) != 0) continue;
     if (rank < 1 || rank >= size_ || !socket.write_all("!", 1, deadline_s)) continue;
     Socket& place = sockets[static_cast<size_t>(rank)];
-    place = std::move(socket);  // if there was one, it missed our answer and tries again
-    connected = 1;
-    for (Socket& other : sockets) {
-      if (other.open() && has_ended(other)) other.close();
-      connected += other.open();
-    }
+    if (!place.open()) ++connected;  // else it missed our answer and tries again
+    place = std::move(socket);
+    if (connected == size_) connected -= close_ended(sockets);
   }
   // Nobody goes on, to where only MPI could be waited with, before all are here.
   for (int rank = 1; rank < size_; ++rank)
