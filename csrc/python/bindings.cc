@@ -20,6 +20,7 @@
 #include "python/objects.h"
 #include "python/plain.h"
 #include "python/submit.h"
+#include "python/written.h"
 #include "transport/mpi.h"
 #include "transport/node.h"
 

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "python/plain.h"
+#include "python/written.h"
 
 namespace bagua {
 namespace {

@@ -28,10 +28,8 @@ struct Plain {
 // Reads objects whose type offers DLPack's C exchange table, as torch's tensors do, and writable
 // buffers, as NumPy's arrays. False, with no error set, for everything else and in doubt.
 bool read_plain(PyObject* tensor, Plain& plain);
-// An operation writes to these, a tensor or a list, behind their framework's back: torch is told
-// before anybody has waited for a result, of many at once.
-void note_written(PyObject* tensors);
-void tell_written();
+// Whether its type offers that table.
+bool is_exchangeable(PyObject* tensor);
 
 // The device of a tensor. There is one to a process: a UsageError tells of a second.
 Device& device_of(int number);

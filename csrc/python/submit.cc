@@ -7,6 +7,7 @@
 #include "engine/engine.h"
 #include "python/handle.h"
 #include "python/plain.h"
+#include "python/written.h"
 
 namespace bagua {
 namespace {
