@@ -139,7 +139,8 @@ class FakeNccl {
     std::lock_guard<std::mutex> lock(mutex);
     auto& world = worlds[number];
     if (!world) world = std::make_shared<FakeNcclWorld>(size);
-    static std::vector<std::unique_ptr<NcclCommunicator>> all;  // work under way may look at them
+    // Never freed: work under way may look at them, and so may an abort while the process ends.
+    static auto& all = *new std::vector<std::unique_ptr<NcclCommunicator>>;
     all.push_back(std::make_unique<NcclCommunicator>(world, rank));
     *comm = all.back().get();
     return NcclResult::kInProgress;
