@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -29,10 +30,10 @@ class Scratch {
   explicit Scratch(std::shared_ptr<Arenas> arenas = nullptr) : arenas_(std::move(arenas)) {}
   char* get(Lane lane, size_t nbytes);
   // Of writing into stages past the caches (way 1) or not, for about so many bytes.
-  Pace& stage_pace(size_t nbytes) {
+  Pace& stage_pace(OpKind kind, size_t nbytes) {
     size_t at = 0;
     while (at + 1 < kPaces && nbytes >> at) ++at;
-    return stage_paces_[at];
+    return stage_paces_[{kind, at}];
   }
 
  private:
@@ -42,8 +43,8 @@ class Scratch {
   };
   const std::shared_ptr<Arenas> arenas_;
   Memory lanes_[kLaneCount];
-  static constexpr size_t kPaces = 40;  // by power of two
-  Pace stage_paces_[kPaces];
+  static constexpr size_t kPaces = 40;
+  std::map<std::pair<OpKind, size_t>, Pace> stage_paces_;  // by power of two
 };
 
 // One exchange of elements of one type. Which fields count depends on the kind:

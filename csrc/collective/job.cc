@@ -12,7 +12,7 @@ constexpr int64_t kPieceNbytes = 128 << 10;
 void Job::reduce(const Targets& targets, const void* const* srcs, int nsrcs, int64_t n,
                  Finish finish) const {
   group.touch(static_cast<size_t>((nsrcs + targets.count) * n) * item());
-  if (!crew || static_cast<size_t>(n) * item() < kCrewNbytes)
+  if (!crew || static_cast<size_t>(n) * item() < kCrewNbytes || !crew->idle())
     return bagua::reduce(dtype, op, targets, srcs, nsrcs, n, finish);
   crew->share(n, kPieceNbytes / static_cast<int64_t>(item()), [&](int64_t begin, int64_t count) {
     const auto at = begin * static_cast<int64_t>(item());

@@ -94,7 +94,7 @@ void staged(Job& job) {
   };
   std::vector<const void*> srcs(static_cast<size_t>(n));
   const int64_t rounds = (lines_of(job, 0).count + piece - 1) / piece;
-  Pace& pace = job.scratch.stage_pace(job.nbytes());
+  Pace& pace = job.scratch.stage_pace(OpKind::kAllreduce, job.nbytes());
   int stream = pace.last();  // until the first rank has said
   double began_s = now_s();
   for (int64_t round = 0; round < rounds; ++round) {

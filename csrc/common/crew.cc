@@ -3,10 +3,11 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace bagua {
 
-Crew::Crew(int helpers) {
+Crew::Crew(int helpers, std::function<bool()> idle) : idle_(std::move(idle)) {
   for (int i = 0; i < helpers; ++i) helpers_.emplace_back([this] { help(); });
 }
 
@@ -32,7 +33,7 @@ void Crew::share(int64_t count, int64_t piece, const Work& work) {
   take_pieces(work);
   std::unique_lock<std::mutex> lock(mutex_);
   work_ = nullptr;  // whoever wakes up now is too late
-  idle_.wait(lock, [&] { return busy_ == 0; });
+  all_left_.wait(lock, [&] { return busy_ == 0; });
 }
 
 void Crew::take_pieces(const Work& work) {
@@ -53,10 +54,11 @@ void Crew::help() {
     seen = number_;
     const Work& work = *work_;
     ++busy_;
+    joined_.fetch_add(1, std::memory_order_relaxed);
     lock.unlock();
     take_pieces(work);
     lock.lock();
-    if (--busy_ == 0) idle_.notify_all();
+    if (--busy_ == 0) all_left_.notify_all();
   }
 }
 

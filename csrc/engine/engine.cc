@@ -39,7 +39,10 @@ Engine::Engine(const Config& config, std::unique_ptr<Transport> transport,
       patience_(config_.spin_us),
       waiter_(std::make_unique<EngineWaiter>(*this, config_.spin_us)),
       scratch_(std::make_unique<Scratch>(arenas())),
-      crew_(config_.helpers > 0 ? std::make_unique<Crew>(config_.helpers) : nullptr),
+      crew_(config_.helpers > 0
+                ? std::make_unique<Crew>(config_.helpers,
+                                         [this] { return caller_drives_ || waiting_ > 0; })
+                : nullptr),
       left_(static_cast<size_t>(size_)) {
   Set& world = sets_[0];
   for (int r = 0; r < size_; ++r) world.ranks.push_back(r);

@@ -86,6 +86,8 @@ class Engine {
   // Bytes this rank has sent in exchanges, and exchanges run. Any thread.
   int64_t sent_nbytes() const { return sent_nbytes_.load(std::memory_order_relaxed); }
   // Bytes of memory read and written for exchanges.
+  // How often a helper has joined in a reduction.
+  int64_t helped_count() const { return crew_ ? crew_->joined() : 0; }
   int64_t touched_nbytes() const { return touched_nbytes_.load(std::memory_order_relaxed); }
   int64_t exchange_count() const { return exchange_count_.load(std::memory_order_relaxed); }
   int64_t message_count() const { return message_count_.load(std::memory_order_relaxed); }

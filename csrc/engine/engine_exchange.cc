@@ -51,7 +51,7 @@ void Engine::exchange(int32_t id, const std::vector<RequestPtr>& requests) {
   Workbench bench{*scratch_,
                   config_.allreduce,
                   config_.fusion_nbytes,
-                  caller_drives_ ? crew_.get() : nullptr,
+                  crew_.get(),
                   [this](const Collective& row, const Job& job) { tell_choice(row, job); },
                   {}};
   const Description& d = requests[0]->description;

@@ -21,7 +21,7 @@ struct Workbench {
   Scratch& scratch;
   const std::string& allreduce;  // the collective the user wants, or "auto"
   int64_t fusion_nbytes;
-  Crew* crew;                                                 // null when the cores are the model's
+  Crew* crew;                                                 // null without helpers
   std::function<void(const Collective&, const Job&)> chosen;  // told before each collective runs
   std::function<void()> values_final;  // of all requests, though the exchange goes on
   Staging* staging = nullptr;    // where tensors on a device are brought; null: there are none

@@ -78,8 +78,13 @@ class Group {
   // Everyone has come this far: what they wrote before can be read, what they read overwritten.
   // Returns what each of them noted; my own note is not among it.
   std::vector<Note> step(const Note& note = {}) {
+    return step_with([&](int) -> const Note& { return note; });
+  }
+  // The same; rank i gets note_for(i).
+  template <class NoteFor>
+  std::vector<Note> step_with(NoteFor&& note_for) {
     std::vector<Note> notes(ranks_.size());
-    for (int d = 1; d < size(); ++d) node_->tell(node_indices_[neighbor(d)], note);
+    for (int d = 1; d < size(); ++d) node_->tell(node_indices_[neighbor(d)], note_for(neighbor(d)));
     for (int d = 1; d < size(); ++d) notes[neighbor(d)] = hear_peer(node_indices_[neighbor(d)]);
     return notes;
   }

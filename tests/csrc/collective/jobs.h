@@ -17,6 +17,7 @@
 #include "transport/loopback.h"
 
 namespace bagua {
+
 class YieldingWaiter : public Waiter {
  public:
   void begin() override {}
@@ -48,6 +49,16 @@ inline void with_jobs(int n, DType dtype, const std::function<void(int, Job&)>& 
     Job job{group, member.scratch, dtype};
     body(rank, job);
   });
+}
+
+// Where a rank has its data: where the others of its node see it, or not, or every other rank so.
+enum class Where { kArenas, kElsewhere, kMixed };
+constexpr Where kEverywhere[] = {Where::kArenas, Where::kElsewhere, Where::kMixed};
+
+inline std::shared_ptr<char> allocate(const Job& job, Where where, size_t nbytes) {
+  const bool arena = where == Where::kArenas || (where == Where::kMixed && job.group.me() % 2);
+  if (arena && job.group.node()) return job.group.node()->arenas()->allocate(nbytes);
+  return {new char[nbytes], std::default_delete<char[]>()};
 }
 
 inline int small_number(int rank, int64_t i) {

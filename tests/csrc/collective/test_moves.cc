@@ -1,12 +1,52 @@
-// Walks the table: the rows that move blocks, of even, uneven and no size.
+// Walks the table: the rows that move blocks, of even, uneven and no size, out of memory that
+// others see and out of other memory.
 #include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <string>
 
 #include "collective/jobs.h"
 
 namespace bagua {
 namespace {
 
-class Moves : public EveryCase {};
+// Elements of one exchange from rank `from` to rank `to`.
+using Blocks = std::function<int64_t(int from, int to)>;
+
+class Moves : public EveryCase {
+ protected:
+  struct Way {
+    const Collective* row;
+    Where where;
+    Blocks blocks;
+  };
+  void walk(OpKind kind,
+            const std::function<void(int rank, Job& job, const Way& way)>& body) const {
+    const std::vector<Blocks> all = patterns();
+    for (const Collective* row : rows_of(kind))
+      for (size_t i = 0; i < all.size(); ++i) {
+        // With one number of ranks or another everything has been everywhere.
+        const Where where = kEverywhere[(i + static_cast<size_t>(n())) % 3];
+        with_jobs(n(), dtype(), [&](int rank, Job& job) { body(rank, job, {row, where, all[i]}); });
+        if (HasFatalFailure()) return;
+      }
+  }
+
+ private:
+  std::vector<Blocks> patterns() const {
+    const auto segment = static_cast<int64_t>(kSegmentNbytes / item());
+    return {
+        [](int, int) { return 0; },
+        [](int from, int to) { return from == to ? 5 : 0; },
+        [](int from, int to) { return (from * 3 + to) % 4; },
+        [](int from, int) { return from == 1 ? 1000 : 0; },
+        [segment](int from, int) { return from == 1 ? 2 * segment + 5 : from; },
+        [segment](int from, int to) { return from == 0 && to == 0 ? 1 : segment + from - to; },
+    };
+  }
+};
 INSTANTIATE_TEST_SUITE_P(Collectives, Moves, testing::ValuesIn(cases()), case_name);
 
 TEST_P(Moves, BroadcastFromEveryRoot) {
@@ -15,112 +55,146 @@ TEST_P(Moves, BroadcastFromEveryRoot) {
       for (const int64_t count : counts()) {
         if (root > 1 && count > 100000) continue;
         with_jobs(n(), dtype(), [&](int rank, Job& job) {
-          std::vector<char> data(static_cast<size_t>(count) * job.item() + 1,
-                                 static_cast<char>(rank));
+          const auto nbytes = static_cast<size_t>(count) * job.item();
+          const auto data = allocate(job, static_cast<Where>((root + count) % 3), nbytes + 1);
+          std::memset(data.get(), rank, nbytes + 1);
           for (int64_t i = 0; i < count && rank == root; ++i)
-            put(dtype(), data.data(), i, small_number(root, i));
-          job.data = data.data();
+            put(dtype(), data.get(), i, small_number(root, i));
+          job.data = data.get();
           job.count = count;
           job.root = root;
           ASSERT_TRUE(row->can(job));
           row->run(job);
           for (int64_t i = 0; i < count; ++i)
-            ASSERT_EQ(get(dtype(), data.data(), i), small_number(root, i))
+            ASSERT_EQ(get(dtype(), data.get(), i), small_number(root, i))
                 << "root " << root << ", at " << i;
-          ASSERT_EQ(data.back(), static_cast<char>(rank));
+          ASSERT_EQ(data.get()[nbytes], static_cast<char>(rank));
         });
         if (HasFatalFailure()) return;
       }
 }
 
-// Block sizes of one exchange: from rank `from` to rank `to`.
-using Blocks = std::function<int64_t(int from, int to)>;
-
-std::vector<Blocks> block_patterns(int64_t segment) {
-  return {
-      [](int, int) { return 0; },
-      [](int from, int to) { return from == to ? 5 : 0; },
-      [](int from, int to) { return (from * 3 + to) % 4; },
-      [](int from, int) { return from == 1 ? 1000 : 0; },
-      [segment](int from, int to) { return from == 0 && to == 0 ? 1 : segment + from - to; },
-  };
-}
-
 TEST_P(Moves, AllgatherOfUnevenAndEmptyBlocks) {
-  for (const Collective* row : rows_of(OpKind::kAllgather))
-    for (const Blocks& blocks : block_patterns(static_cast<int64_t>(kSegmentNbytes / item())))
-      with_jobs(n(), dtype(), [&](int rank, Job& job) {
-        const auto count = [&](int r) { return blocks(r, 1); };
-        std::vector<char> in(static_cast<size_t>(count(rank)) * job.item());
-        for (int64_t i = 0; i < count(rank); ++i) put(dtype(), in.data(), i, small_number(rank, i));
-        int64_t total = 0;
-        for (int r = 0; r < n(); ++r) {
-          job.out_counts.push_back(count(r));
-          total += count(r);
-        }
-        job.in_counts = job.out_counts;
-        std::vector<char> out(static_cast<size_t>(total) * job.item());
-        job.in = in.data();
-        job.out = out.data();
-        row->run(job);
-        int64_t at = 0;
-        for (int r = 0; r < n(); ++r)
-          for (int64_t i = 0; i < count(r); ++i)
-            ASSERT_EQ(get(dtype(), out.data(), at++), small_number(r, i));
-      });
+  walk(OpKind::kAllgather, [&](int rank, Job& job, const Way& way) {
+    const auto count = [&](int r) { return way.blocks(r, 1); };
+    const auto in = allocate(job, way.where, static_cast<size_t>(count(rank)) * job.item());
+    for (int64_t i = 0; i < count(rank); ++i) put(dtype(), in.get(), i, small_number(rank, i));
+    int64_t total = 0;
+    for (int r = 0; r < n(); ++r) {
+      job.out_counts.push_back(count(r));
+      total += count(r);
+    }
+    job.in_counts = job.out_counts;
+    std::vector<char> out(static_cast<size_t>(total) * job.item());
+    job.in = in.get();
+    job.out = out.data();
+    way.row->run(job);
+    int64_t at = 0;
+    for (int r = 0; r < n(); ++r)
+      for (int64_t i = 0; i < count(r); ++i)
+        ASSERT_EQ(get(dtype(), out.data(), at++), small_number(r, i));
+  });
 }
 
 TEST_P(Moves, AlltoallOfUnevenAndEmptyBlocks) {
-  for (const Collective* row : rows_of(OpKind::kAlltoall))
-    for (const Blocks& blocks : block_patterns(static_cast<int64_t>(kSegmentNbytes / item())))
-      with_jobs(n(), dtype(), [&](int rank, Job& job) {
-        int64_t sent = 0, received = 0;
-        for (int r = 0; r < n(); ++r) {
-          job.in_counts.push_back(blocks(rank, r));
-          job.out_counts.push_back(blocks(r, rank));
-          sent += job.in_counts.back();
-          received += job.out_counts.back();
-        }
-        std::vector<char> in(static_cast<size_t>(sent) * job.item()),
-            out(static_cast<size_t>(received) * job.item());
-        int64_t at = 0;
-        for (int to = 0; to < n(); ++to)
-          for (int64_t i = 0; i < blocks(rank, to); ++i)
-            put(dtype(), in.data(), at++, small_number(rank * n() + to, i));
-        job.in = in.data();
-        job.out = out.data();
-        row->run(job);
-        at = 0;
-        for (int from = 0; from < n(); ++from)
-          for (int64_t i = 0; i < blocks(from, rank); ++i)
-            ASSERT_EQ(get(dtype(), out.data(), at++), small_number(from * n() + rank, i))
-                << "from " << from;
-      });
+  walk(OpKind::kAlltoall, [&](int rank, Job& job, const Way& way) {
+    int64_t sent = 0, received = 0;
+    for (int r = 0; r < n(); ++r) {
+      job.in_counts.push_back(way.blocks(rank, r));
+      job.out_counts.push_back(way.blocks(r, rank));
+      sent += job.in_counts.back();
+      received += job.out_counts.back();
+    }
+    const auto in = allocate(job, way.where, static_cast<size_t>(sent) * job.item());
+    std::vector<char> out(static_cast<size_t>(received) * job.item());
+    int64_t at = 0;
+    for (int to = 0; to < n(); ++to)
+      for (int64_t i = 0; i < way.blocks(rank, to); ++i)
+        put(dtype(), in.get(), at++, small_number(rank * n() + to, i));
+    job.in = in.get();
+    job.out = out.data();
+    way.row->run(job);
+    at = 0;
+    for (int from = 0; from < n(); ++from)
+      for (int64_t i = 0; i < way.blocks(from, rank); ++i)
+        ASSERT_EQ(get(dtype(), out.data(), at++), small_number(from * n() + rank, i))
+            << "from " << from;
+  });
 }
 
 TEST_P(Moves, ReducescatterOfUnevenAndEmptySlices) {
-  for (const Collective* row : rows_of(OpKind::kReducescatter))
-    for (const Blocks& blocks : block_patterns(static_cast<int64_t>(kSegmentNbytes / item())))
-      with_jobs(n(), dtype(), [&](int rank, Job& job) {
-        int64_t total = 0, begin = 0;
-        for (int r = 0; r < n(); ++r) {
-          if (r == rank) begin = total;
-          job.in_counts.push_back(blocks(r, 1));
-          total += blocks(r, 1);
-        }
-        std::vector<char> in(static_cast<size_t>(total) * job.item());
-        for (int64_t i = 0; i < total; ++i) put(dtype(), in.data(), i, small_number(rank, i));
-        const std::vector<char> before = in;
-        const int64_t mine = blocks(rank, 1);
-        std::vector<char> out(static_cast<size_t>(mine) * job.item() + 1, 'g');
-        job.in = in.data();
-        job.out = out.data();
-        row->run(job);
-        for (int64_t i = 0; i < mine; ++i)
-          ASSERT_EQ(get(dtype(), out.data(), i), oracle(ReduceOp::kSum, n(), begin + i));
-        ASSERT_EQ(out.back(), 'g');
-        ASSERT_EQ(in, before) << "the input was written to";
-      });
+  walk(OpKind::kReducescatter, [&](int rank, Job& job, const Way& way) {
+    int64_t total = 0, begin = 0;
+    for (int r = 0; r < n(); ++r) {
+      if (r == rank) begin = total;
+      job.in_counts.push_back(way.blocks(r, 1));
+      total += way.blocks(r, 1);
+    }
+    const auto nbytes = static_cast<size_t>(total) * job.item();
+    const auto in = allocate(job, way.where, nbytes);
+    for (int64_t i = 0; i < total; ++i) put(dtype(), in.get(), i, small_number(rank, i));
+    const std::string before(in.get(), nbytes);
+    const int64_t mine = way.blocks(rank, 1);
+    std::vector<char> out(static_cast<size_t>(mine) * job.item() + 1, 'g');
+    job.in = in.get();
+    job.out = out.data();
+    way.row->run(job);
+    for (int64_t i = 0; i < mine; ++i)
+      ASSERT_EQ(get(dtype(), out.data(), i), oracle(ReduceOp::kSum, n(), begin + i));
+    ASSERT_EQ(out.back(), 'g');
+    ASSERT_EQ(std::string(in.get(), nbytes), before) << "the input was written to";
+  });
+}
+
+// What others read where it is may be written to as soon as the exchange is over.
+TEST(SharedMoves, ReadNothingAfterwards) {
+  constexpr int64_t kCount = 50'000;
+  for (const Where where : kEverywhere)
+    with_jobs(3, DType::kF32, [&](int rank, Job& job) {
+      const auto data = allocate(job, where, kCount * sizeof(float));
+      auto* values = reinterpret_cast<float*>(data.get());
+      job.data = data.get();
+      job.count = kCount;
+      for (int again = 0; again < 60; ++again) {
+        job.root = again % 3;
+        std::fill(values, values + kCount, static_cast<float>(100 * rank + again));
+        shared_broadcast(job);
+        const auto expected = static_cast<float>(100 * job.root + again);
+        ASSERT_EQ(std::count(values, values + kCount, expected), kCount) << again;
+      }
+    });
+}
+
+// What lies in an arena is read once and written once by everyone who gets it.
+TEST(SharedMoves, CopyOnceOutOfArenas) {
+  constexpr int64_t kCount = 100'000, kNbytes = kCount * 4;
+  const auto touched = [](OpKind kind, Where where) {
+    int64_t all = 0;
+    std::mutex mutex;
+    with_jobs(2, DType::kF32, [&](int, Job& job) {
+      const auto in = allocate(job, where, 2 * kNbytes);
+      std::memset(in.get(), 0, 2 * kNbytes);
+      std::vector<char> out(2 * kNbytes);
+      job.data = in.get();
+      job.in = in.get();
+      job.out = out.data();
+      job.root = 0;
+      job.count = kCount;
+      job.in_counts = job.out_counts = {kCount, kCount};
+      rows_of(kind).front()->run(job);
+      const std::lock_guard<std::mutex> lock(mutex);
+      all += job.group.touched_nbytes();
+    });
+    return static_cast<double>(all) / kNbytes;
+  };
+  EXPECT_EQ(touched(OpKind::kBroadcast, Where::kArenas), 2);
+  EXPECT_EQ(touched(OpKind::kBroadcast, Where::kElsewhere), 4);
+  EXPECT_EQ(touched(OpKind::kAllgather, Where::kArenas), 8);  // with a copy of one's own
+  EXPECT_EQ(touched(OpKind::kAllgather, Where::kElsewhere), 12);
+  EXPECT_EQ(touched(OpKind::kAlltoall, Where::kArenas), 8);
+  EXPECT_EQ(touched(OpKind::kAlltoall, Where::kElsewhere), 12);
+  EXPECT_EQ(touched(OpKind::kReducescatter, Where::kArenas), 6);  // two sources and a result
+  EXPECT_EQ(touched(OpKind::kReducescatter, Where::kElsewhere), 10);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // all ranks or only some.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
 
 #include "collective/jobs.h"
@@ -9,16 +10,12 @@
 namespace bagua {
 namespace {
 
-enum class Where { kArenas, kElsewhere, kMixed };
-
 // Ranks 0 to n-1 allreduce `count` numbers that begin `shift` elements into their memory.
 void check(int n, DType dtype, int64_t count, int64_t shift, Where where, int repeats = 1) {
   with_jobs(n, dtype, [&](int rank, Job& job) {
     const size_t nbytes = static_cast<size_t>(count + shift + 16) * job.item();
-    const bool arena = where == Where::kArenas || (where == Where::kMixed && rank % 2);
-    std::vector<char> own(arena ? 0 : nbytes);
-    const auto shared_memory = arena ? job.group.node()->arenas()->allocate(nbytes) : nullptr;
-    char* memory = arena ? shared_memory.get() : own.data();
+    const auto owned = allocate(job, where, nbytes);
+    char* memory = owned.get();
     for (int again = 0; again < repeats; ++again) {
       std::memset(memory, 'g', nbytes);
       job.data = memory + static_cast<size_t>(shift) * job.item();
@@ -40,7 +37,7 @@ class Shared : public EveryCase {};
 INSTANTIATE_TEST_SUITE_P(Collectives, Shared, testing::ValuesIn(cases()), case_name);
 
 TEST_P(Shared, ReducesInArenasAndBesideThem) {
-  for (const Where where : {Where::kArenas, Where::kElsewhere, Where::kMixed})
+  for (const Where where : kEverywhere)
     for (const int64_t count : {0, 1, 7, 20000})
       for (const int64_t shift : {0, 3}) {
         check(n(), dtype(), count, shift, where);
@@ -105,8 +102,48 @@ TEST(Shared, LargeResultsPastTheCaches) {
 
 TEST(Shared, OneAfterTheOther) {
   for (const int64_t count : {5, 20000})
-    for (const Where where : {Where::kArenas, Where::kElsewhere, Where::kMixed})
-      check(4, DType::kF32, count, 0, where, 50);
+    for (const Where where : kEverywhere) check(4, DType::kF32, count, 0, where, 50);
+}
+
+// Numbers of very different size, whose sum depends on the order and on every rounding.
+float awkward(int rank, int64_t i) {
+  const auto fraction = 1.0f + static_cast<float>((i * 7 + rank * 3) % 61) / 61;
+  const auto exponent = static_cast<int>((i * 5 + rank * 11) % 21) - 10;
+  return std::ldexp((i + rank) % 3 ? fraction : -fraction, exponent);
+}
+
+float combined(ReduceOp op, float a, float b) {
+  return op == ReduceOp::kMin       ? std::min(a, b)
+         : op == ReduceOp::kMax     ? std::max(a, b)
+         : op == ReduceOp::kProduct ? a * b
+                                    : a + b;
+}
+
+// In rank order, in float32, rounded once; wherever the data is and however it is cut.
+TEST(Shared, ReducesInTheOrderOfTheRanks) {
+  const auto in_float16 = [](float x) { return to_float(to_f16(x)); };
+  for (const int64_t count : {5'000, 700'001})
+    for (const DType dtype : {DType::kF32, DType::kF16})
+      for (const ReduceOp op :
+           {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct})
+        for (const Where where : kEverywhere)
+          with_jobs(3, dtype, [&](int rank, Job& job) {
+            const auto rounded = [&](float x) { return dtype == DType::kF16 ? in_float16(x) : x; };
+            job.op = op;
+            if (op == ReduceOp::kAverage) job.finish.divisor = 3;
+            job.count = count;
+            const auto data = allocate(job, where, job.nbytes());
+            job.data = data.get();
+            for (int64_t i = 0; i < count; ++i) put(dtype, job.data, i, awkward(rank, i));
+            shared(job);
+            for (int64_t i = 0; i < count; ++i) {
+              float x = rounded(awkward(0, i));
+              for (int r = 1; r < 3; ++r) x = combined(op, x, rounded(awkward(r, i)));
+              if (op == ReduceOp::kAverage) x /= 3;
+              ASSERT_EQ(get(dtype, job.data, i), rounded(x))
+                  << "at " << i << ", operation " << static_cast<int>(op);
+            }
+          });
 }
 
 // Every byte of everyone is read by one rank and written by it.

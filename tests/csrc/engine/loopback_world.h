@@ -26,7 +26,10 @@ inline Config quiet_config() {
 
 class LoopbackWorld {
  public:
-  explicit LoopbackWorld(int size, const Config& config = quiet_config()) : hub(size), board(size) {
+  // With `node_of`, the node of each rank, those of a node share memory.
+  explicit LoopbackWorld(int size, const Config& config = quiet_config(),
+                         const std::vector<int>& node_of = {})
+      : hub(size, node_of), board(size) {
     std::vector<std::string> names;
     for (int rank = 0; rank < size; ++rank) names.push_back("host h" + std::to_string(rank));
     for (int rank = 0; rank < size; ++rank)

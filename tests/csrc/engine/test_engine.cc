@@ -81,25 +81,37 @@ TEST_P(EverySize, CompletesForSeveralThreadsThatWait) {
   }
 }
 
-// Reductions large enough for helpers to join, in arenas and elsewhere.
+// Large reductions in arenas: helpers join while somebody waits, and only then.
 TEST_P(EverySize, HelpersReduceAlong) {
   Config config = quiet_config();
   config.helpers = 2;
-  LoopbackWorld world(GetParam(), config);
-  const int64_t count = (5 << 20) / 4 * GetParam() + 3;
+  const int n = GetParam();
+  LoopbackWorld world(n, config, std::vector<int>(static_cast<size_t>(n), 0));
+  const int64_t count = (5 << 20) / 4 * n + 3;
   world.run([&](int rank) {
-    std::vector<float> own(static_cast<size_t>(count));
-    const auto arena = world[rank].allocate(own.size() * sizeof(float));
-    auto* shared = reinterpret_cast<float*>(arena.get());
-    for (float* data : {own.data(), shared}) {
+    Engine& engine = world[rank];
+    const auto arena = engine.allocate(static_cast<size_t>(count) * sizeof(float));
+    auto* data = reinterpret_cast<float*>(arena.get());
+    const auto reduce = [&](Urgency urgency) {
       for (int64_t i = 0; i < count; ++i) data[i] = static_cast<float>(rank + i % 7);
       RequestPtr request = request_of(OpKind::kAllreduce, "large");
       request->description.add_tensor(DType::kF32, {count});
-      request->parts.push_back({reinterpret_cast<char*>(data), reinterpret_cast<char*>(data)});
-      call(world[rank], std::move(request));
+      request->parts.push_back({arena.get(), arena.get()});
+      const HandlePtr handle = engine.submit(std::move(request), urgency);
+      while (urgency == Urgency::kNow && !handle->done())
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      finish(engine, handle);
       for (int64_t i = 0; i < count; ++i)
-        ASSERT_EQ(data[i],
-                  static_cast<float>(GetParam() * (GetParam() - 1) / 2 + i % 7 * GetParam()));
+        ASSERT_EQ(data[i], static_cast<float>(n * (n - 1) / 2 + i % 7 * n));
+    };
+    for (int again = 0; again < 3; ++again) reduce(Urgency::kNow);
+    EXPECT_EQ(engine.helped_count(), 0);
+    // A helper that wakes up late finds nothing to do.
+    std::vector<float> helped{0};
+    while (n > 1 && helped[0] < static_cast<float>(n)) {
+      reduce(Urgency::kWaited);
+      helped[0] = engine.helped_count() > 0;
+      call(engine, allreduce_of("helped", helped));
     }
   });
 }
