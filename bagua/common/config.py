@@ -63,12 +63,15 @@ class Config:
     )
     allreduce: str = _setting(
         "auto",
-        "collective that an allreduce uses",
+        "collective that an allreduce uses; after a +, the one that nodes use among themselves",
         agree=True,
         choices=(
             "auto",
             "shared",
             "hierarchical",
+            "hierarchical+scatter_reduce",
+            "hierarchical+ring",
+            "hierarchical+halving",
             "gather_reduce",
             "scatter_reduce",
             "ring",

@@ -47,6 +47,8 @@ class Scratch {
   std::map<std::pair<OpKind, size_t>, Pace> stage_paces_;  // by power of two
 };
 
+struct Collective;
+
 // One exchange of elements of one type. Which fields count depends on the kind:
 //   allreduce      data, count                       (in place)
 //   broadcast      data, count, root                 (in place)
@@ -85,6 +87,8 @@ struct Job {
   // encoding lost of this rank's values, and of the results that it encodes; `sparse`: the former.
   // `mirrored`: the copies of this rank's values and its neighbors'.
   Kept kept = {};
+  std::string between_nodes = "auto";  // what leaders are to use among themselves
+  std::function<void(const Collective&, const Job&)> chosen = {};  // told of it, if set
   Peers peers = {};               // an allreduce's, if not everyone
   std::vector<int> weights = {};  // how many ranks each of the group stands for; empty: 1
   Crew* crew = nullptr;           // helps with large reductions, if set
@@ -123,6 +127,8 @@ struct Collective {
 
 const std::vector<Collective>& collectives();
 
+// A user's choice, "<for all>" or "<for all>+<between nodes>", as both; "auto" if nothing is said.
+std::pair<std::string, std::string> split_choice(const std::string& choice);
 // The row named `wanted` where it can do the job, else the first of its kind that fits.
 const Collective& choose_collective(OpKind kind, const Job& job, const std::string& wanted);
 

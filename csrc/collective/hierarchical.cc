@@ -12,7 +12,6 @@
 
 #include "collective/collective.h"
 #include "kernel/half.h"
-#include "kernel/stream.h"
 
 namespace bagua {
 namespace {
@@ -136,7 +135,8 @@ void lead(Job& job, Group& far, int leader, int leaders, int64_t at, int64_t cou
     if (wide) narrow(job.dtype, mine + begin * static_cast<int64_t>(job.item()), floats + begin, n);
     neighbors.share(slice.begin + begin, n);
   };
-  const Collective& row = choose_collective(OpKind::kAllreduce, across, "auto");
+  const Collective& row = choose_collective(OpKind::kAllreduce, across, job.between_nodes);
+  if (job.chosen) job.chosen(row, across);
   if (!row.pipelined) across.prepare(0, slice.count);
   row.run(across);
   if (!row.pipelined) across.arrived(0, slice.count);

@@ -6,16 +6,19 @@
 
 namespace bagua {
 
+// Elements of a job's data.
 struct Piece {
   char* data;
   int64_t count;
+  bool raw = false;    // nobody has looked at them yet
+  bool final = false;  // when they have come in
 };
 
 // What is done with a piece that comes in.
 enum class Landing { kReplace, kReduce };
 
 // Sends `out` to `to` and receives `in` from `from`: over what is there, or reduced with it and
-// finished.
+// finished. Calls the job's prepare for what is raw and arrived for what is final.
 void pass(Job& job, int to, Piece out, int from, Piece in, Landing landing, Finish finish = {});
 
 }  // namespace bagua

@@ -72,8 +72,8 @@ const std::vector<Collective>& collectives() {
       {"neighbors", OpKind::kAllreduce, neighbors_can, neighbors_can, neighbors, true},
       {"mirrored", OpKind::kAllreduce, mirrored_can, mirrored_can, mirrored, true},
       {"gather_reduce", OpKind::kAllreduce, gather_fits, is_elementwise, gather_reduce},
-      {"ring", OpKind::kAllreduce, ring_fits, ring_can, ring},
-      {"halving", OpKind::kAllreduce, halving_fits, ring_can, halving},
+      {"ring", OpKind::kAllreduce, ring_fits, ring_can, ring, true},
+      {"halving", OpKind::kAllreduce, halving_fits, ring_can, halving, true},
       {"scatter_reduce", OpKind::kAllreduce, is_elementwise, is_elementwise, scatter_reduce, true},
       {"shared_broadcast", OpKind::kBroadcast, on_one_node, on_one_node, shared_broadcast},
       {"broadcast", OpKind::kBroadcast, always, always, broadcast},
@@ -86,6 +86,12 @@ const std::vector<Collective>& collectives() {
       {"reducescatter", OpKind::kReducescatter, always, always, reducescatter},
   };
   return table;
+}
+
+std::pair<std::string, std::string> split_choice(const std::string& choice) {
+  const size_t plus = choice.find('+');
+  if (plus == std::string::npos) return {choice, "auto"};
+  return {choice.substr(0, plus), choice.substr(plus + 1)};
 }
 
 const Collective& choose_collective(OpKind kind, const Job& job, const std::string& wanted) {

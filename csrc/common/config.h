@@ -7,7 +7,7 @@
 namespace bagua {
 
 struct Config {
-  std::string allreduce = "auto";  // name of a row in the collective table, or "auto"
+  std::string allreduce = "auto";  // "auto", or names of rows in the collective table
   int64_t fusion_nbytes = 16 << 20;
   double stall_warn_s = 60;
   double stall_fail_s = 0;    // 0: never

@@ -47,8 +47,11 @@ char* allocate(Output& output, const Workbench& bench, size_t nbytes) {
 
 void run_on_host(OpKind kind, Job& job, const Workbench& bench, Staging* staging) {
   const bool named = kind == OpKind::kAllreduce;
-  const Collective& row = choose_collective(kind, job, named ? bench.allreduce : "auto");
+  const auto [wanted, between_nodes] = split_choice(named ? bench.allreduce : "auto");
+  const Collective& row = choose_collective(kind, job, wanted);
   bench.chosen(row, job);
+  job.between_nodes = between_nodes;
+  job.chosen = bench.chosen;
   job.crew = bench.crew;
   if (staging) connect(job, row, *staging);
   if (job.fragments.empty() || row.scattered) return row.run(job);

@@ -2,6 +2,7 @@
 // simulates all ranks in one loop. A new row is tested as soon as it is there.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 
@@ -60,6 +61,39 @@ TEST_P(Allreduces, AllreduceIsRightAndEqualInBits) {
       if (HasFatalFailure()) return;
     }
   }
+}
+
+// A pipelined row asks for each element once before it looks at it, and tells of each once, when it
+// is final.
+TEST_P(Allreduces, PipelinedRowsAskAndTell) {
+  if (n() == 1) return;  // there the engine has nothing to exchange
+  for (const Collective* row : rows_of(OpKind::kAllreduce))
+    for (const int64_t count : counts())
+      with_jobs(n(), dtype(), [&](int rank, Job& job) {
+        if (!row->pipelined || !row->can(job)) return;
+        std::vector<char> data(static_cast<size_t>(count) * job.item(), 'x');  // no value yet
+        std::vector<int> asked(static_cast<size_t>(count)), told(asked);
+        job.data = data.data();
+        job.count = count;
+        job.prepare = [&](int64_t begin, int64_t many) {
+          for (int64_t i = begin; i < begin + many; ++i) {
+            ++asked[static_cast<size_t>(i)];
+            put(dtype(), data.data(), i, small_number(rank, i));
+          }
+        };
+        job.arrived = [&](int64_t begin, int64_t many) {
+          for (int64_t i = begin; i < begin + many; ++i) {
+            ++told[static_cast<size_t>(i)];
+            ASSERT_EQ(get(dtype(), data.data(), i), oracle(ReduceOp::kSum, n(), i));
+          }
+        };
+        row->run(job);
+        const auto all = static_cast<std::ptrdiff_t>(count);
+        ASSERT_EQ(std::count(asked.begin(), asked.end(), 1), all) << row->name;
+        ASSERT_EQ(std::count(told.begin(), told.end(), 1), all) << row->name;
+        for (int64_t i = 0; i < count; ++i)
+          ASSERT_EQ(get(dtype(), data.data(), i), oracle(ReduceOp::kSum, n(), i)) << row->name;
+      });
 }
 
 // Values whose sum depends on the order: whatever a row's order is, all ranks have its result.

@@ -17,7 +17,8 @@ class Hierarchical : public testing::TestWithParam<Layout> {
   size_t node_count() const { return std::set<int>(GetParam().begin(), GetParam().end()).size(); }
 
   // Reduces `count` elements; returns the bytes that all ranks sent.
-  int64_t check(int64_t count, ReduceOp op, bool arenas, DType dtype = DType::kF32) {
+  int64_t check(int64_t count, ReduceOp op, bool arenas, DType dtype = DType::kF32,
+                const std::string& between_nodes = "auto") {
     std::atomic<int64_t> sent{0};
     with_jobs(
         n(), dtype,
@@ -34,7 +35,14 @@ class Hierarchical : public testing::TestWithParam<Layout> {
             if (arena) job.data = arena.get();
           }
           for (int64_t i = 0; i < count; ++i) put(job.dtype, job.data, i, small_number(rank, i));
+          job.between_nodes = between_nodes;
+          std::set<std::string> leaders_chose;
+          job.chosen = [&](const Collective& row, const Job&) { leaders_chose.insert(row.name); };
           hierarchical(job);
+          // 16-bit sums may not go round a ring, but between nodes they are float32.
+          if (between_nodes != "auto" && node_count() > 1 && !leaders_chose.empty()) {
+            ASSERT_EQ(leaders_chose, std::set<std::string>{between_nodes});
+          }
           const auto expect = [&](int64_t i) {
             char rounded[sizeof(float)];
             put(dtype, rounded, 0, oracle(op, n(), i) / job.finish.divisor);
@@ -69,6 +77,34 @@ TEST_P(Hierarchical, SumsAndAveragesOverUnequalNodes) {
       check(count, ReduceOp::kAverage, arenas);
       check(count, ReduceOp::kMax, arenas);
     }
+}
+
+TEST(HierarchicalChoice, IsForSeveralNodesOfSeveralRanks) {
+  const auto chosen = [](const Layout& layout, int64_t count) {
+    std::string name;
+    with_jobs(
+        static_cast<int>(layout.size()), DType::kF32,
+        [&](int rank, Job& job) {
+          job.count = count;
+          if (rank == 0) name = choose_collective(OpKind::kAllreduce, job, "auto").name;
+        },
+        layout);
+    return name;
+  };
+  EXPECT_EQ(chosen({0, 0, 1, 1}, 1 << 20), "hierarchical");
+  EXPECT_EQ(chosen({0, 0, 1}, 1 << 20), "hierarchical");
+  EXPECT_EQ(chosen({0, 0, 1, 1}, 10), "gather_reduce");  // its steps would cost more
+  EXPECT_EQ(chosen({0, 0, 0}, 1 << 20), "shared");
+  EXPECT_EQ(chosen({0, 1, 2}, 1 << 20), "scatter_reduce");
+}
+
+TEST_P(Hierarchical, LeadersDoAsTheyAreTold) {
+  for (const char* row : {"scatter_reduce", "ring", "halving", "gather_reduce"})
+    for (const int64_t count : {1, 1000, 700001})
+      for (const DType dtype : {DType::kF32, DType::kF16}) {
+        check(count, ReduceOp::kSum, true, dtype, row);
+        check(count, ReduceOp::kMax, false, dtype, row);
+      }
 }
 
 TEST_P(Hierarchical, ReducesHalvesAndIntegers) {
