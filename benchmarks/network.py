@@ -41,7 +41,7 @@ def measure(collective: str) -> dict[str, tuple[float, float]]:
     for nbytes in SIZES:
         if collective == "gather_reduce" and nbytes > LARGEST_GATHER:
             continue
-        tensor = bagua.torch.empty_shared(nbytes // 4).fill_(1)  # as gradients are
+        tensor = bagua.torch.empty_shared(nbytes // 4).zero_()
         times, before = [], 0
         rounds = 40 if nbytes <= 64 << 10 else 5
         for number in range(rounds + 2):
@@ -49,7 +49,7 @@ def measure(collective: str) -> dict[str, tuple[float, float]]:
             if number == 2:
                 before = sent_nbytes()
             start = time.perf_counter()
-            bagua.torch.allreduce_(tensor, name=f"t{nbytes}", op=bagua.torch.Max)
+            bagua.torch.allreduce_(tensor, name=f"t{nbytes}", op=bagua.torch.Sum)
             times.append(time.perf_counter() - start)
         comm.Barrier()
         sent = (sent_nbytes() - before) / rounds

@@ -12,14 +12,14 @@ from mpi4py import MPI
 import bagua.torch
 from benchmarks.measure import interleaved
 from benchmarks.models import ManyParameters, mlp, steps
-from benchmarks.peers import all_peers
+from benchmarks.peers import all_peers, zeros
 
 Case = dict[str, dict[str, float]]
 
 
 def latency(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
     """One element, blocking, 200 times in a row."""
-    tensor = torch.ones(1)
+    tensor = zeros(1)
     runs = {
         name: lambda peer=peer: peer.allreduce(tensor, "one")
         for name, peer in peers.items()
@@ -33,8 +33,8 @@ def bandwidth(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
 
     Bagua also on memory from `empty_shared`, as gradients are.
     """
-    tensor, other = torch.ones(16 << 20), torch.ones(16 << 20)
-    arena = bagua.torch.empty_shared(16 << 20).fill_(1)
+    tensor, other = zeros(16 << 20), zeros(16 << 20)
+    arena = bagua.torch.empty_shared(16 << 20).zero_()
     runs = {
         name: lambda peer=peer: peer.allreduce(tensor, "large")
         for name, peer in peers.items()
@@ -47,7 +47,7 @@ def bandwidth(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
 
 def many(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
     """500 tensors of 4 KB: started one by one, then waited for."""
-    tensors = [torch.ones(1024) for _ in range(500)]
+    tensors = [zeros(1024) for _ in range(500)]
     runs = {
         name: lambda peer=peer: peer.allreduce_many(tensors)
         for name, peer in peers.items()
@@ -58,7 +58,7 @@ def many(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
 
 def grouped(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
     """500 tensors of 4 KB in one call."""
-    tensors = [torch.ones(1024) for _ in range(500)]
+    tensors = [zeros(1024) for _ in range(500)]
     runs = {
         name: lambda peer=peer: peer.allreduce_grouped(tensors)
         for name, peer in peers.items()

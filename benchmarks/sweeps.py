@@ -26,20 +26,19 @@ Figures = dict[str, dict[str, float]]  # by what is varied, then by system: seco
 
 def sizes() -> Figures:
     """An allreduce of one tensor; memcpy is all ranks copying as much at once."""
-    import torch
     from mpi4py import MPI
 
     import bagua.torch
     from benchmarks.measure import interleaved
-    from benchmarks.peers import all_peers
+    from benchmarks.peers import all_peers, zeros
 
     bagua.torch.init()
     comm = MPI.COMM_WORLD
     peers = {name: peer for name, peer in all_peers(comm).items() if hasattr(peer, "allreduce")}
     figures: Figures = {}
     for nbytes in SIZES:
-        tensor, other = torch.ones(nbytes // 4), torch.ones(nbytes // 4)
-        arena = bagua.torch.empty_shared(nbytes // 4).fill_(1)
+        tensor, other = zeros(nbytes // 4), zeros(nbytes // 4)
+        arena = bagua.torch.empty_shared(nbytes // 4).zero_()
         runs = {n: partial(peer.allreduce, tensor, f"s{nbytes}") for n, peer in peers.items()}
         runs["bagua arena"] = partial(peers["bagua"].allreduce, arena, f"a{nbytes}")
         runs["memcpy"] = partial(other.copy_, tensor)
@@ -50,19 +49,18 @@ def sizes() -> Figures:
 
 def ranks() -> Figures:
     """One element, 1 MB and 16 MB, with as many ranks as there are."""
-    import torch
     from mpi4py import MPI
 
     import bagua.torch
     from benchmarks.measure import interleaved
-    from benchmarks.peers import Bagua, Gloo
+    from benchmarks.peers import Bagua, Gloo, zeros
 
     bagua.torch.init()
     comm = MPI.COMM_WORLD
     peers = {"bagua": Bagua(), "gloo": Gloo(comm)}
     figures: Figures = {}
     for label, count in (("1 element", 1), ("1 MB", 1 << 18), ("16 MB", 1 << 22)):
-        tensor = torch.ones(count)
+        tensor = zeros(count)
         runs = {
             f"{name}, {label}": partial(peer.allreduce, tensor, label)
             for name, peer in peers.items()
@@ -82,18 +80,18 @@ def tensors() -> Figures:
     import bagua.torch
     from benchmarks.measure import interleaved
     from benchmarks.models import ManyParameters, steps
-    from benchmarks.peers import Alone, Bagua
+    from benchmarks.peers import Alone, Bagua, zeros
 
     bagua.torch.init()
     comm = MPI.COMM_WORLD
     peer = Bagua()
     figures: Figures = {}
     for count in TENSORS:
-        many = [torch.ones(1024) for _ in range(count)]
+        many = [zeros(1024) for _ in range(count)]
         runs: dict[str, Any] = {
             "by name": partial(peer.allreduce_many, many),
             "grouped": partial(
-                bagua.torch.grouped_allreduce_, many, name=f"g{count}", op=bagua.torch.Max
+                bagua.torch.grouped_allreduce_, many, name=f"g{count}", op=bagua.torch.Sum
             ),
         }
         systems = {"step": peer, "step alone": Alone()}
