@@ -77,7 +77,7 @@ sanitize: $(STAMP)/tools googletest ## the C++ tests under AddressSanitizer+UBSa
 	export TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1
 	$(call ctest,build/tsan,RelWithDebInfo,thread,$$unshuffled)
 
-bench: dev ## measure against the peers that are importable
+bench: dev ## measure against the peers that are importable, and draw time against size
 	@$(PIP) -e '.[bench]' --no-build-isolation
 	$(BIN)/python -m benchmarks
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shlex
 import stat
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 _SUBNET = "10.77.0"
@@ -99,8 +101,27 @@ class Hosts:
 
 
 def sent_nbytes() -> int:
-    """Bytes that have left the host that this process is on."""
+    """Bytes that have left the host that this process is on.
+
+    Those of packets as the kernel makes them, up to 64 KB, which have one header each.
+    """
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+
+@dataclass
+class Link:
+    """Of the host that this process is on: what it may carry, and what it has."""
+
+    bytes_per_s: float
+    burst_nbytes: int  # at once, after it has been idle
+    sent_nbytes: int  # with the headers of every packet on the wire, which the rate counts, too
+
+    @classmethod
+    def now(cls) -> Link:
+        told = subprocess.check_output(["tc", "-s", "-j", "qdisc", "show", "dev", "eth0"])
+        shape = next(row for row in json.loads(told) if row["kind"] == "tbf")
+        options = shape["options"]
+        return cls(options["rate"], options["burst"], shape["bytes"])
 
 
 def _run(command: str) -> None:

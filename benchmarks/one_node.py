@@ -4,77 +4,101 @@ from __future__ import annotations
 
 import resource
 import time
+from functools import partial
 from typing import Any
 
 import torch
 from mpi4py import MPI
 
 import bagua.torch
-from benchmarks.measure import interleaved
+from benchmarks.measure import Run, interleaved
 from benchmarks.models import ManyParameters, mlp, steps
-from benchmarks.peers import all_peers
+from benchmarks.peers import all_peers, zeros
 
 Case = dict[str, dict[str, float]]
 
 
 def latency(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
     """One element, blocking, 200 times in a row."""
-    tensor = torch.ones(1)
-    runs = {
-        name: lambda peer=peer: peer.allreduce(tensor, "one")
-        for name, peer in peers.items()
-        if hasattr(peer, "allreduce")
-    }
-    return interleaved(runs, 2 if quick else 20, meet, turn=200, in_a_row=True)
+    tensor = zeros(1)
+    runs = each(peers, "allreduce", tensor, "one")
+    figures = interleaved(runs, 2 if quick else 20, meet, turn=200, in_a_row=True)
+    return with_touched(figures, runs, tensor.nbytes)
 
 
 def bandwidth(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
-    """64 MB of fp32 in one tensor; memcpy is both ranks copying 64 MB at once.
+    """64 MB in one tensor, or in an arena of `empty_shared`; memcpy: all ranks at once."""
+    return vector(peers, 16 << 20, 1 if quick else 6, meet)
 
-    Bagua also on memory from `empty_shared`, as gradients are.
-    """
-    tensor, other = torch.ones(16 << 20), torch.ones(16 << 20)
-    arena = bagua.torch.empty_shared(16 << 20).fill_(1)
-    runs = {
-        name: lambda peer=peer: peer.allreduce(tensor, "large")
-        for name, peer in peers.items()
-        if hasattr(peer, "allreduce")
-    }
-    runs["bagua arena"] = lambda: peers["bagua"].allreduce(arena, "large arena")
-    runs["memcpy"] = lambda: other.copy_(tensor)
-    return interleaved(runs, 1 if quick else 6, meet)
+
+def megabyte(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
+    """1 MB, else like bandwidth."""
+    return vector(peers, 1 << 18, 2 if quick else 40, meet)
+
+
+def vector(peers: dict[str, Any], count: int, rounds: int, meet: Any) -> Case:
+    tensor, other = zeros(count), zeros(count)
+    arena = bagua.torch.empty_shared(count).zero_()
+    runs = each(peers, "allreduce", tensor, f"ordinary {count}")
+    runs["bagua arena"] = partial(peers["bagua"].allreduce, arena, f"arena {count}")
+    runs["memcpy"] = partial(other.copy_, tensor)
+    return with_touched(interleaved(runs, rounds, meet), runs, tensor.nbytes)
 
 
 def many(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
     """500 tensors of 4 KB: started one by one, then waited for."""
-    tensors = [torch.ones(1024) for _ in range(500)]
-    runs = {
-        name: lambda peer=peer: peer.allreduce_many(tensors)
-        for name, peer in peers.items()
-        if hasattr(peer, "allreduce_many")
-    }
-    return interleaved(runs, 1 if quick else 12, meet)
+    return small_tensors(peers, "allreduce_many", 1 if quick else 12, meet)
 
 
 def grouped(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
     """500 tensors of 4 KB in one call."""
-    tensors = [torch.ones(1024) for _ in range(500)]
-    runs = {
-        name: lambda peer=peer: peer.allreduce_grouped(tensors)
+    return small_tensors(peers, "allreduce_grouped", 1 if quick else 12, meet)
+
+
+def small_tensors(peers: dict[str, Any], operation: str, rounds: int, meet: Any) -> Case:
+    tensors = [zeros(1024) for _ in range(500)]
+    runs = each(peers, operation, tensors)
+    return with_touched(interleaved(runs, rounds, meet), runs, 500 * tensors[0].nbytes)
+
+
+def each(peers: dict[str, Any], operation: str, *arguments: Any) -> dict[str, Run]:
+    """The operation of each system that has it."""
+    return {
+        name: partial(getattr(peer, operation), *arguments)
         for name, peer in peers.items()
-        if hasattr(peer, "allreduce_grouped")
+        if hasattr(peer, operation)
     }
-    return interleaved(runs, 1 if quick else 12, meet)
+
+
+def with_touched(figures: Case, runs: dict[str, Run], nbytes: int) -> Case:
+    """Adds what our own runs touch of this rank's memory and of others', by one more of each."""
+    for name, run in runs.items():
+        if name.startswith("bagua"):
+            before = bagua.torch.counters()["touched_nbytes"]
+            run()
+            touched = bagua.torch.counters()["touched_nbytes"] - before
+            figures[name]["touched_per_byte"] = touched / nbytes
+    if "memcpy" in figures:
+        figures["memcpy"]["touched_per_byte"] = 2.0  # each is read and written
+    return figures
 
 
 def gradients(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
     """A step whose model has 500 gradients of 4 KB."""
-    return interleaved(steps(peers, ManyParameters, torch.ones(1)), 1 if quick else 12, meet)
+    return trained(peers, ManyParameters, torch.ones(1), 1 if quick else 12, meet)
 
 
 def training(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
     """A step of the MLP 784-2048-2048-2048-10 (40 MB), batch 64 per rank."""
-    return interleaved(steps(peers, mlp, torch.randn(64, 784)), 1 if quick else 6, meet)
+    return trained(peers, mlp, torch.randn(64, 784), 1 if quick else 6, meet)
+
+
+def trained(
+    peers: dict[str, Any], model_of: Any, inputs: torch.Tensor, rounds: int, meet: Any
+) -> Case:
+    runs = steps(peers, model_of, inputs)
+    nbytes = sum(param.nbytes for param in model_of().parameters())
+    return with_touched(interleaved(runs, rounds, meet), runs, nbytes)
 
 
 def idle(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
@@ -92,7 +116,8 @@ def idle(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
 
 
 CASES = {
-    case.__name__: case for case in (latency, many, grouped, gradients, bandwidth, training, idle)
+    case.__name__: case
+    for case in (latency, many, grouped, gradients, megabyte, bandwidth, training, idle)
 }
 
 
