@@ -13,6 +13,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from bagua.algorithms import Algorithm, BucketInfo, Exchange
+from bagua.algorithms.exchange import LOSSY
 from bagua.common.core import core
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp, Urgency
@@ -123,6 +124,8 @@ class Bucket:
         self.averages = op == ReduceOp.Average and not transforms
         # How many of a slot's residuals are of this rank alone.
         self.own_residuals = 0 if exchange.hierarchical else 1
+        # Whether blocks of values share what they lose, so that it depends on who is in them.
+        self.in_blocks = exchange.codec in LOSSY
         self.casts = slots[0].param.dtype != dtype  # gradients are compressed by a cast
         self.arena, self._flat, self._kept = arena_of(
             slots[0].param,

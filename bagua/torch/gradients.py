@@ -111,7 +111,7 @@ class Gradients:
             self._watch = NonFinite(process_set, f"{self._plan.prefix}.finite")
         self.skips = False  # the next step, since gradients are no numbers
         self.refresh()
-        self._state_due = lost.something(self._buckets)
+        self._state_due = self._keeps_something()
 
     def __del__(self) -> None:
         self.close()
@@ -128,7 +128,7 @@ class Gradients:
         self._rebuild([bucket.slots for bucket in self._buckets], exactly=True)
         if _residuals_of(before) != _residuals_of(algorithm):
             lost.restore(None, self._buckets)
-        self._state_due = lost.something(self._buckets)
+        self._state_due = self._keeps_something()
 
     def settle(self) -> None:
         """Replicas are equal at any time."""
@@ -429,7 +429,7 @@ class Gradients:
     def state(self) -> dict[str, Any] | None:
         if self._loaded is not None:
             return self._loaded
-        if not lost.something(self._buckets):
+        if not self._keeps_something():
             return None
         names = [[slot.name for slot in bucket.slots] for bucket in self._buckets]
         return {
@@ -441,7 +441,7 @@ class Gradients:
     def load_state(self, loaded: dict[str, Any] | None, step: int) -> None:
         """It is taken up in the next exchange, where all ranks are."""
         self._loaded, self._step = loaded, step
-        self._state_due = lost.something(self._buckets)
+        self._state_due = self._keeps_something()
 
     @property
     def state_due(self) -> bool:
@@ -452,8 +452,15 @@ class Gradients:
         """As all ranks do."""
         self._step, self._state_due = step, state_due
 
+    def _keeps_something(self) -> bool:
+        """Codecs whose blocks span parameters give other bits where buckets are laid out anew."""
+        return lost.something(self._buckets) or any(b.in_blocks for b in self._buckets)
+
     def _identity(self) -> dict[str, object]:
-        return kept.identity(self.algorithm, self._process_set, sorted(self._by_name))
+        mine = kept.identity(self.algorithm, self._process_set, sorted(self._by_name))
+        if not lost.something(self._buckets):  # a layout is everybody's
+            del mine["rank"], mine["size"]
+        return mine
 
     def _take_up_state(self) -> None:
         """The ranks agree whether all can, in the first exchange and after loading."""

@@ -15,6 +15,8 @@ from bagua.algorithms.exchange import CODECS, LOSSY, NEED_FEEDBACK, VALUE_CODECS
 from bagua.common.core import core
 from bagua.common.world import world
 
+_SIGN1 = Algorithm(codec="sign1")
+
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
 SHAPES = [(7,), (60, 90), (3,), (2, 1000)]
@@ -233,16 +235,23 @@ def test_what_does_not_fit_the_optimizer_is_refused(everyone, hvd):
             hvd.DistributedOptimizer(sgd, algorithm=algorithm)
 
 
-def _resumable(hvd, bucket_mb: float):
+class _Backwards(nn.ModuleList):
+    """Applies the last layer first, so that gradients come in the order of the parameters."""
+
+    def forward(self, x):
+        for layer in reversed(self):
+            x = layer(x)
+        return x
+
+
+def _resumable(hvd, bucket_mb: float, algorithm=_SIGN1):
     torch.manual_seed(0)
-    sizes = (8, 70, 90, 60, 20)
-    model = nn.Sequential(*(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:])))
+    sizes = (20, 60, 90, 70, 8)
+    model = _Backwards(nn.Linear(b, a) for a, b in zip(sizes, sizes[1:]))
     sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     before = world().config
     world().config = dataclasses.replace(before, bucket_mb=bucket_mb)
-    optimizer = hvd.DistributedOptimizer(
-        sgd, model.named_parameters(), algorithm=Algorithm(codec="sign1")
-    )
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), algorithm=algorithm)
     world().config = before
     return model, optimizer
 
@@ -258,25 +267,36 @@ def _assert_equal_replicas(hvd, model) -> None:
         assert all(torch.equal(a, b) for a, b in zip(theirs, model.parameters()))
 
 
-def _trained(hvd, everyone, steps: int, resume_at: int = -1, change=None, bucket_mb: float = 0.02):
+def _trained(
+    hvd,
+    everyone,
+    steps: int,
+    resume_at: int = -1,
+    change=None,
+    bucket_mb: float = 0.02,
+    algorithm=_SIGN1,
+):
     """A model after some steps, in the middle of which everything may be saved and made anew."""
-    model, optimizer = _resumable(hvd, bucket_mb)
+    model, optimizer = _resumable(hvd, bucket_mb, algorithm)
     for step in range(steps):
         if step == resume_at:
             state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-            model, optimizer = _resumable(hvd, bucket_mb)
+            model, optimizer = _resumable(hvd, bucket_mb, algorithm)
             model.load_state_dict(state[0])
             optimizer.load_state_dict(change(state[1]) if change else state[1])
         _step(everyone, model, optimizer, step)
     return model
 
 
+# Residuals, or nothing but blocks that begin where the layout of buckets puts them.
 @pytest.mark.usefixtures("overlap")
+@pytest.mark.parametrize("algorithm", [_SIGN1, ByteGrad(hierarchical=False, exact=())], ids=repr)
 @pytest.mark.parametrize("bucket_mb", [0.02, 25])
 @pytest.mark.parametrize("resume_at", [0, 1, 4])
-def test_resumes_in_the_same_bits(everyone, hvd, resume_at, bucket_mb):
-    whole = _trained(hvd, everyone, 7, bucket_mb=bucket_mb)
-    resumed = _trained(hvd, everyone, 7, resume_at, bucket_mb=bucket_mb)
+def test_resumes_in_the_same_bits(everyone, hvd, resume_at, bucket_mb, algorithm):
+    how = {"bucket_mb": bucket_mb, "algorithm": algorithm}
+    whole = _trained(hvd, everyone, 7, **how)
+    resumed = _trained(hvd, everyone, 7, resume_at, **how)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters()))
 
 
