@@ -74,6 +74,11 @@ class Algorithm:
     def __post_init__(self) -> None:
         if isinstance(self.exact, str):
             raise UsageError(f"exact is a list of patterns, not one: exact=[{self.exact!r}]")
+        if self.exact is not None and self.what == "weight":
+            raise UsageError(
+                "exact= is for gradients, momentum and changes; weights travel as they are, or, "
+                "with a codec, all of them as neighbors know them"
+            )
         if self.warmup_steps < 0 or self.warmup_steps != int(self.warmup_steps):
             raise UsageError(f"warmup_steps is a number of steps, not {self.warmup_steps}")
         self._exchange()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from bagua.torch.arrays import dtype_name
 from bagua.torch.checks import check_parameters, checked_names
 from bagua.torch.pieces import Piece, land_all, pieces_of
 
+Kept = dict[str, Sequence["torch.Tensor | None"]]
 _numbers = itertools.count()
 
 
@@ -126,7 +127,13 @@ class BetweenSteps:
         info = BucketInfo(prefix, 0, dtype, count, sum(p.nbytes for p in params))
         self._exchange = self.algorithm.plan(info, world(), self._step)
         self._pieces = pieces_of(
-            prefix, named, self._exchange, self._process_set, self._piece_nbytes(), self._rounds
+            prefix,
+            named,
+            self._exchange,
+            self._process_set,
+            self._piece_nbytes(),
+            self._rounds,
+            self.algorithm.keeps_exact,
         )
 
     def _piece_nbytes(self) -> float:
@@ -164,10 +171,12 @@ class BetweenSteps:
 
     # ---- what is kept from step to step --------------------------------------------------------
 
-    def _kept(self) -> dict[str, list[torch.Tensor]]:
-        """By name: where each piece has it, in memory like its arena."""
-        count = self._exchange.kept
-        return {f"kept.{i}": [piece.kept[i] for piece in self._pieces] for i in range(count)}
+    def _kept(self) -> Kept:
+        """By name: where each piece that has it has it, in memory like its arena."""
+        return {
+            f"kept.{i}": [piece.kept[i] if piece.kept else None for piece in self._pieces]
+            for i in range(self._exchange.kept)
+        }
 
     def state(self) -> dict[str, Any] | None:
         if self._loaded is not None or not self._begun:
@@ -177,6 +186,7 @@ class BetweenSteps:
             what: {
                 name: view.clone()
                 for piece, flat in zip(self._pieces, flats)
+                if flat is not None
                 for name, view in zip(piece.names, piece.views_of(flat))
             }
             for what, flats in self._kept().items()
@@ -202,9 +212,10 @@ class BetweenSteps:
     def _restore(self, values: dict[str, dict[str, torch.Tensor]]) -> None:
         for what, flats in self._kept().items():
             for piece, flat in zip(self._pieces, flats):
+                if what not in values or flat is None:
+                    continue  # what it has not, began with this run's algorithm
                 for name, view in zip(piece.names, piece.views_of(flat)):
-                    if what in values:  # else it began with this run's algorithm
-                        view.copy_(values[what][name])
+                    view.copy_(values[what][name])
 
     # ---- what a user may want to know ----------------------------------------------------------
 

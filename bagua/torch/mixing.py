@@ -9,7 +9,7 @@ import torch
 
 from bagua.common.kinds import Urgency
 from bagua.common.world import world
-from bagua.torch.between_steps import BetweenSteps
+from bagua.torch.between_steps import BetweenSteps, Kept
 from bagua.torch.pieces import land_all
 
 
@@ -94,7 +94,7 @@ class Mixing(BetweenSteps):
         # The next piece would wait for the neighbors of this one.
         return math.inf if self._settles_early() else super()._piece_nbytes()
 
-    def _kept(self) -> dict[str, list[torch.Tensor]]:
+    def _kept(self) -> Kept:
         if self._exchange.mirrors:
             land_all(self._pieces)
         return super()._kept()

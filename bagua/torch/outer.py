@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from bagua.common.kinds import Urgency
-from bagua.torch.between_steps import BetweenSteps
+from bagua.torch.between_steps import BetweenSteps, Kept
 from bagua.torch.pieces import Piece, land_all
 
 # At most, if it is more than one parameter: while one piece travels the next is made ready.
@@ -103,7 +103,7 @@ class Outer(BetweenSteps):
             for piece, copy in zip(self._pieces, copies):
                 piece.copy_weights(piece.views_of(copy))
 
-    def _kept(self) -> dict[str, list[torch.Tensor]]:
+    def _kept(self) -> Kept:
         kept = super()._kept()
         if self._launched:  # every rank has: soon it is there
             land_all(self._pieces)

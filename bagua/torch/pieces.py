@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -130,29 +131,34 @@ def pieces_of(
     process_set: ProcessSet,
     nbytes: float,
     rounds: int,
+    keeps_exact: Callable[[str, tuple[int, ...]], bool],
 ) -> list[Piece]:
     """The parameters in order, cut into pieces of at most so many bytes.
 
-    Those of a piece are of one element type, and on one device.
+    Those of a piece are of one element type, on one device, and all through a codec or all not.
     """
-    done: list[list[tuple[str, torch.Tensor]]] = []
+    done: list[tuple[bool, list[tuple[str, torch.Tensor]]]] = []
     filling: dict[Any, tuple[list[tuple[str, torch.Tensor]], int]] = {}
     for name, param in named:
         dtype = wide(param)
-        if exchange.codec != "raw" and dtype != torch.float32:
+        coded = dtype == torch.float32
+        exact = exchange.codec == "raw" or keeps_exact(name, tuple(param.shape))
+        exact = exact or (not coded and not exchange.mirrors)
+        if not exact and not coded:
             raise UsageError(f"{name} is {param.dtype}; codecs carry floats of 32 and 16 bits")
-        kind = (dtype, param.device)
+        kind = (dtype, param.device, exact)
         some, filled = filling.get(kind, ([], 0))
         more = param.numel() * dtype.itemsize
         if some and filled + more > nbytes:
-            done.append(some)
+            done.append((exact, some))
             some, filled = [], 0
         some.append((name, param))
         filling[kind] = (some, filled + more)
-    done += [some for some, _ in filling.values() if some]
+    done += [(kind[-1], some) for kind, (some, _) in filling.items() if some]
+    plain = replace(exchange, codec="raw", error_feedback=None)
     return [
-        Piece(f"{prefix}.{number}", some, exchange, process_set, rounds)
-        for number, some in enumerate(done)
+        Piece(f"{prefix}.{number}", some, plain if exact else exchange, process_set, rounds)
+        for number, (exact, some) in enumerate(done)
     ]
 
 

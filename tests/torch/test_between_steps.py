@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import time
 import warnings
 
 import numpy as np
@@ -270,6 +271,45 @@ def test_rounds(everyone, hvd, algorithm, inner, piece_nbytes, monkeypatch):
         torch.testing.assert_close(param, expected, rtol=1e-5, atol=1e-5)
     optimizer.settle()
     assert optimizer.consensus_distance() < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_what_is_learned_while_an_average_travels_is_kept(everyone, hvd, dtype):
+    param = nn.Parameter(torch.zeros(300, 5, dtype=dtype))
+    sgd = torch.optim.SGD([param], lr=1.0)
+    algorithm = AsyncModelAverage(sync_interval_ms=0.0)
+    optimizer = hvd.DistributedOptimizer(sgd, [("w", param)], algorithm=algorithm)
+
+    def step(learned: float) -> None:
+        param.grad = torch.full_like(param, -learned)
+        optimizer.step()
+
+    step(0.0)
+    optimizer.settle()
+    step(0.0 if everyone.me else 4.0 * everyone.size)  # this begins to travel
+    with torch.no_grad():
+        param += 10 * (everyone.me + 1)  # and this is learned meanwhile
+    before = param.detach().clone()
+    while everyone.size > 1 and torch.equal(param, before):
+        time.sleep(0.001)
+        step(0.0)
+    assert (param == 4 + 10 * (everyone.me + 1)).all()
+
+
+def test_changes_of_norms_and_biases_travel_exactly(everyone, hvd):
+    torch.manual_seed(0)
+    model = nn.Linear(300, 50)
+    before = [p.detach().clone() for p in model.parameters()]
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    algorithm = Algorithm(what="delta", codec="minmax_u4")
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), algorithm=algorithm)
+    for param in model.parameters():
+        param.grad = noise(everyone.me, 0, param.shape).round(decimals=1)
+    optimizer.step()
+    for param, was in zip(model.parameters(), before):
+        grads = [noise(rank, 0, param.shape).round(decimals=1) for rank in range(everyone.size)]
+        near = torch.isclose(was - param, torch.stack(grads).mean(0), rtol=0, atol=1e-5)
+        assert bool(near.all()) == (param is model.bias or everyone.size == 1)
 
 
 @pytest.mark.parametrize("codec", ["minmax_u8", "sign1", "topk"])

@@ -194,6 +194,10 @@ def test_the_engine_knows_the_same_codecs(hvd):
 
 
 MISTAKES = {
+    "exact weights": (
+        lambda: Algorithm(what="weight", exact=["bias"]),
+        "weights travel as they are",
+    ),
     "nearest": (lambda: Algorithm(codec="minmax_u9"), "did you mean 'minmax_u8'"),
     "density": (lambda: TopK(density=0.0), "density"),
     "sign1": (lambda: Algorithm(codec="sign1", error_feedback=False), "does not learn"),
