@@ -56,6 +56,7 @@ class Algorithm:
     what: str = "grad"
     codec: str = "raw"
     peers: str = "all"
+    seed: int = 0  # of random peers
     when: str = ""  # empty: the usual time for what travels
     every: int = 1
     op: ReduceOp = ReduceOp.Average

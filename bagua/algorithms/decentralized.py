@@ -15,7 +15,8 @@ class Decentralized(Algorithm):
 
     The average travels during forward and backward, and is there when the optimizer steps. Replicas
     differ a little; `settle()` makes them equal. Peers: `shift_one`, another rank each step until
-    all have met (of an odd number one rests), `exponential`, `ring` (8 bytes) or `all` (8).
+    all have met (of an odd number one rests), `random`, a pair drawn anew each step from `seed`,
+    `exponential`, `ring` (8 bytes) or `all` (8).
     """
 
     what: str = "weight"

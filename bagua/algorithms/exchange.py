@@ -16,7 +16,7 @@ NEED_FEEDBACK = ("sign1", "topk")
 # What can code the values that topk keeps.
 VALUE_CODECS = ("raw", "fp16", "minmax_u8")
 CHUNK = 4096  # values of which topk keeps some
-PEERS = ("all", "shift_one", "ring", "exponential")
+PEERS = ("all", "shift_one", "random", "ring", "exponential")
 # What can travel, and when each of it can.
 TIMES = {
     "grad": ("backward",),
@@ -33,6 +33,7 @@ class Exchange:
     what: str = "grad"  # what travels
     codec: str = "raw"  # the wire format
     peers: str = "all"  # with whom
+    seed: int = 0  # of random peers; the same on all ranks
     when: str = "backward"  # during backward; the result is there when backward returns
     every: int = 1  # steps
     op: ReduceOp = ReduceOp.Average
@@ -110,6 +111,10 @@ class Exchange:
             raise UsageError(f"sync_interval_ms is at least 0, not {self.sync_interval_ms}")
 
     def _check_peers(self) -> None:
+        if self.seed < 0 or self.seed != int(self.seed):
+            raise UsageError(f"seed is a whole number from 0 on, not {self.seed}")
+        if self.seed and self.peers != "random":
+            raise UsageError(f"seed is for peers='random', not {self.peers!r}")
         if self.what != "grad" and self.op != ReduceOp.Average:
             raise UsageError(f"{self.what} is averaged, not {ReduceOp(self.op).name}")
         if self.peers != "all" and self.what != "weight":

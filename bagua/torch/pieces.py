@@ -38,7 +38,7 @@ class Piece:
         self.params = [param for _, param in named]
         dtype = wide(self.params[0])
         self._counts_ranks = exchange.what == "weight" and not exchange.mirrors
-        peers = "" if exchange.peers == "all" else f"{exchange.peers}:{rounds}"
+        peers = "" if exchange.peers == "all" else f"{exchange.peers}:{rounds}:{exchange.seed}"
         # What is kept of each value stays until the next time.
         self._arena, self.flat, self.kept = arena_of(
             self.params[0],

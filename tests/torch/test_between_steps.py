@@ -114,6 +114,24 @@ def real(everyone, hvd, inner: str, algorithm, steps: int, after=lambda step, op
     return replica, optimizer
 
 
+def drawn(seed: int, number: int) -> int:
+    """splitmix64's so-manyth number."""
+    state = np.array([seed], np.uint64) + np.uint64(number + 1) * np.array(
+        [0x9E3779B97F4A7C15], np.uint64
+    )
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
+    return int(state[0])
+
+
+def shuffled(n: int, seed: int) -> list[int]:
+    order = list(range(n))
+    for left in range(n, 1, -1):
+        other = drawn(seed, left) % left
+        order[left - 1], order[other] = order[other], order[left - 1]
+    return order
+
+
 def takes_from(peers: str, number: int, n: int, me: int) -> list[int]:
     """Whose values this rank averages in exchange `number`, in rank order."""
     if peers == "all":
@@ -122,6 +140,12 @@ def takes_from(peers: str, number: int, n: int, me: int) -> list[int]:
         return sorted({(me - 1) % n, me, (me + 1) % n})
     if peers == "exponential":
         return sorted({me, (me - 2 ** (number % max(1, math.ceil(math.log2(n))))) % n})
+    if peers == "random":
+        order = shuffled(n, drawn(SEED, number))
+        for pair in zip(order[::2], order[1::2]):
+            if me in pair:
+                return sorted(pair)
+        return [me]
     # A tournament by the circle method: of an even number the last one sits in the middle, and
     # meets who would meet itself.
     seats = n if n % 2 else n - 1
@@ -133,14 +157,16 @@ def takes_from(peers: str, number: int, n: int, me: int) -> list[int]:
     return [me]
 
 
-PEERS = ["all", "shift_one", "ring", "exponential"]
+SEED = 3
+PEERS = ["all", "shift_one", "random", "ring", "exponential"]
 MIXED = [(peers, 1, when, "sgd") for peers in PEERS for when in ("forward", "step")]
 MIXED += [("shift_one", 3, when, inner) for when in ("forward", "step") for inner in INNER]
 
 
 @pytest.mark.parametrize(("peers", "every", "when", "inner"), MIXED)
 def test_decentralized(everyone, hvd, peers, every, when, inner):
-    algorithm = Decentralized(peers=peers, every=every, when=when, hierarchical=False)
+    seed = SEED if peers == "random" else 0
+    algorithm = Decentralized(peers=peers, seed=seed, every=every, when=when, hierarchical=False)
     n, steps, number = everyone.size, 8, 0
     replicas = [Replica(rank, inner) for rank in range(n)]
 
@@ -164,7 +190,7 @@ def test_decentralized(everyone, hvd, peers, every, when, inner):
     mine, optimizer = real(everyone, hvd, inner, algorithm, steps)
     for param, expected in zip(mine.params, replicas[everyone.me].params):
         torch.testing.assert_close(param, expected, rtol=1e-6, atol=1e-6)
-        if n < 3 or peers == "shift_one":
+        if n < 3 or peers in ("shift_one", "random"):
             assert torch.equal(param, expected)
     optimizer.settle()
     equal = hvd.allgather_object([param.detach() for param in mine.params])

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <future>
+#include <map>
 #include <set>
 #include <utility>
 
@@ -13,7 +14,8 @@ namespace bagua {
 namespace {
 
 using Floats = std::vector<float>;
-constexpr Peers::Kind kKinds[] = {Peers::kShiftOne, Peers::kRing, Peers::kExponential};
+constexpr Peers::Kind kKinds[] = {Peers::kShiftOne, Peers::kRandom, Peers::kRing,
+                                  Peers::kExponential};
 
 std::vector<int> with_me(const Peers& peers, int n, int me) {
   std::vector<int> ranks = meeting(peers, n, me).take_from;
@@ -51,6 +53,32 @@ TEST(Meeting, ShiftOneIsATournament) {
       EXPECT_EQ(resting, n % 2);
     }
     EXPECT_EQ(met.size(), static_cast<size_t>(n * (n - 1))) << "not every pair met";
+  }
+}
+
+// All pairs about equally often, and other pairs with another seed.
+TEST(Meeting, RandomPairsAreDrawnFromTheSeed) {
+  for (int n = 2; n <= 9; ++n) {
+    constexpr int kRounds = 2000;
+    std::map<std::pair<int, int>, int> met;
+    int as_before = 0;
+    for (int round = 0; round < kRounds; ++round) {
+      int resting = 0;
+      for (int me = 0; me < n; ++me) {
+        const auto peer = meeting({Peers::kRandom, round, 7}, n, me).take_from;
+        resting += peer.empty();
+        if (peer.empty()) continue;
+        ASSERT_EQ(peer.size(), 1u);
+        EXPECT_EQ(meeting({Peers::kRandom, round, 7}, n, peer[0]).take_from[0], me);
+        ++met[{me, peer[0]}];
+        as_before += meeting({Peers::kRandom, round, 8}, n, me).take_from == peer;
+      }
+      EXPECT_EQ(resting, n % 2);
+    }
+    EXPECT_EQ(met.size(), static_cast<size_t>(n * (n - 1)));
+    const int usual = kRounds / (n % 2 ? n : n - 1);
+    for (const auto& [pair, times] : met) EXPECT_NEAR(times, usual, usual / 4) << n;
+    EXPECT_EQ(as_before == kRounds * n, n == 2);  // two always meet
   }
 }
 
