@@ -71,6 +71,8 @@ class Exchange:
         if self.codec == "raw":
             if self.error_feedback:
                 raise UsageError("error_feedback needs a codec that loses something, not raw")
+            if self.op == ReduceOp.Adasum and self.hierarchical:
+                raise UsageError("Adasum weighs what every rank gives; it has no hierarchical form")
             return
         if self.op not in (ReduceOp.Average, ReduceOp.Sum):
             raise UsageError(f"a codec carries sums and averages, not {ReduceOp(self.op).name}")
@@ -93,6 +95,8 @@ class Exchange:
             raise UsageError("low_rank is for averages of gradients")
         if self.low_rank and self.codec != "raw":
             raise UsageError(f"low_rank and codec={self.codec!r} both shrink gradients; choose one")
+        if self.low_rank and self.error_feedback is False:
+            raise UsageError("low_rank does not learn without error feedback; leave it out")
         if self.low_rank < 0 or self.low_rank != int(self.low_rank):
             raise UsageError(f"a rank of matrices is a whole number from 1 on, not {self.low_rank}")
         if not 0 <= self.momentum_correction < 1:

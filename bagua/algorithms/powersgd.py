@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from bagua.algorithms.algorithm import Algorithm, register
+from bagua.common.errors import UsageError
 
 
 @register
@@ -20,3 +21,10 @@ class PowerSGD(Algorithm):
     low_rank: int = 2
     warmup_steps: int = 10
     name: ClassVar[str] = "powersgd"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.low_rank < 1:
+            raise UsageError(
+                f"low_rank is the width of thin matrices, at least 1, not {self.low_rank}"
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 import torch
 
@@ -26,7 +26,9 @@ from bagua.torch.outer import Outer
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
 
-Choice = Union[str, Algorithm, Mapping[str, Union[str, Algorithm]]]
+_One = Union[str, Algorithm]
+# For all parameters, or by patterns of names, or by name and shape.
+Choice = Union[_One, Mapping[str, _One], Callable[[str, tuple[int, ...]], Optional[_One]]]
 Driver = Union[Gradients, BetweenSteps]
 
 
@@ -221,7 +223,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._driver.resting = resting
 
     def _checked(self, algorithm: Choice) -> Algorithm:
-        if isinstance(algorithm, Mapping):
+        if isinstance(algorithm, Mapping) or callable(algorithm):
             algorithm = PerParameter(algorithm)
         found = find(algorithm)
         warmup = getattr(self.inner, "warmup_steps", found.warmup_steps)

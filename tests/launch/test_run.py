@@ -303,3 +303,22 @@ def test_ranks_that_never_start_are_named(tmp_path):
     result, _, err = run("-np", 2, "--mpirun", mpirun, "--start-timeout", 0.3, "true")
     assert result == 1
     assert "2 of 2 ranks have not started within 0.3 s: 0, 1" in err
+
+
+def test_the_algorithm_is_chosen_on_the_command_line():
+    train = """
+import bagua.torch, torch
+bagua.torch.init()
+model = torch.nn.Linear(100, 100)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = bagua.torch.DistributedOptimizer(sgd, model.named_parameters())
+model(torch.randn(4, 100)).sum().backward()
+optimizer.step()
+print(optimizer.algorithm)
+"""
+    result, out, err = run("-np", 2, "--algorithm", "local_sgd", *code(train))
+    assert result == 0, err
+    assert sorted(out.splitlines()) == ["[0] LocalSGD()", "[1] LocalSGD()"]
+    result, out, err = run("-np", 2, "--algorithm", "locl_sgd", *code(train))
+    assert result == 1
+    assert "did you mean 'local_sgd'?" in err

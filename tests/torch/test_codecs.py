@@ -13,6 +13,7 @@ from torch import nn
 from bagua.algorithms import Algorithm, ByteGrad, DiLoCo, Exchange, PowerSGD, QAdam, TopK
 from bagua.algorithms.exchange import CODECS, LOSSY, NEED_FEEDBACK, VALUE_CODECS
 from bagua.common.core import core
+from bagua.common.kinds import ReduceOp
 from bagua.common.world import world
 
 _SIGN1 = Algorithm(codec="sign1")
@@ -199,6 +200,10 @@ MISTAKES = {
         "weights travel as they are",
     ),
     "nearest": (lambda: Algorithm(codec="minmax_u9"), "did you mean 'minmax_u8'"),
+    "rank": (lambda: PowerSGD(low_rank=0), "at least 1"),
+    "thin": (lambda: PowerSGD(error_feedback=False), "does not learn"),
+    "adasum": (lambda: Algorithm(op=ReduceOp.Adasum, hierarchical=True), "no hierarchical form"),
+    "seed": (lambda: Algorithm(what="weight", peers="ring", seed=1), "peers='random'"),
     "density": (lambda: TopK(density=0.0), "density"),
     "sign1": (lambda: Algorithm(codec="sign1", error_feedback=False), "does not learn"),
     "raw": (lambda: Algorithm(error_feedback=True), "loses something"),
