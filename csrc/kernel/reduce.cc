@@ -244,39 +244,4 @@ void scale(DType dtype, void* data, int64_t count, double factor) {
   reduce(dtype, ReduceOp::kSum, data, srcs, 1, count, Finish{1, factor});
 }
 
-Dots dots(DType dtype, const void* a, const void* b, int64_t count) {
-  return dispatch(dtype, [&](auto tag) {
-    using E = Element<typename decltype(tag)::type>;
-    Dots d;
-    if constexpr (!is_complex_type<typename E::Acc>::value) {
-      const auto* x = static_cast<const typename decltype(tag)::type*>(a);
-      const auto* y = static_cast<const typename decltype(tag)::type*>(b);
-      for (int64_t i = 0; i < count; ++i) {
-        const double u = static_cast<double>(E::load(x[i]));
-        const double v = static_cast<double>(E::load(y[i]));
-        d.ab += u * v;
-        d.aa += u * u;
-        d.bb += v * v;
-      }
-    }
-    return d;
-  });
-}
-
-void combine(DType dtype, void* a, const void* b, double ca, double cb, int64_t count) {
-  dispatch(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    using E = Element<T>;
-    using A = typename E::Acc;
-    if constexpr (!is_complex_type<A>::value) {
-      T* x = static_cast<T*>(a);
-      const T* y = static_cast<const T*>(b);
-      for (int64_t i = 0; i < count; ++i) {
-        x[i] = E::store(static_cast<A>(ca * static_cast<double>(E::load(x[i])) +
-                                       cb * static_cast<double>(E::load(y[i]))));
-      }
-    }
-  });
-}
-
 }  // namespace bagua

@@ -12,7 +12,9 @@ namespace bagua {
 
 class Row {
  public:
-  explicit Row(size_t most_nbytes) : sentinels_(most_nbytes + 2 * kAround, '\xa5') {
+  // Rows of one operation want unlike sentinels, so that what is made of them is none.
+  explicit Row(size_t most_nbytes, char sentinel = '\xa5')
+      : sentinels_(most_nbytes + 2 * kAround, sentinel) {
     memory_ = allocate_lines(sentinels_.size());
   }
 

@@ -9,7 +9,6 @@
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -44,7 +43,8 @@ class Reduction {
       for (int s = 1; s < nsrcs; ++s) x = plain_op(op, x, O::widen(values_[s][i]));
       expected_[i] = O::narrow(plain_finish(x, finish));
     }
-    for (int i = 0; i < nsrcs + 2; ++i) rows_.emplace_back(static_cast<size_t>(most) * sizeof(T));
+    for (int i = 0; i < nsrcs + 2; ++i)
+      rows_.emplace_back(static_cast<size_t>(most) * sizeof(T), static_cast<char>(0xa5 - 7 * i));
   }
 
   // `into`: which source is also the first target, -1 for none. offsets: where in a line, in
@@ -244,50 +244,6 @@ TEST(Reduce, IntegersTruncateTowardZero) {
     reduce(DType::kI32, ReduceOp::kAverage, &data, srcs, 1, 1, Finish{2, 1});
     EXPECT_EQ(data, x / 2);
   }
-}
-
-TEST_P(EveryType, DotsAndCombineLikeAPlainLoop) {
-  if (!is_float(dtype())) return;  // Adasum takes nothing else
-  dispatch(dtype(), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    using O = Oracle<T>;
-    if constexpr (std::is_floating_point_v<typename O::Wide>) {
-      std::mt19937 random(3);
-      std::vector<T> a(4097), b(a.size()), expected(a.size());
-      for (size_t i = 0; i < a.size(); ++i) {
-        a[i] = number<T>(random);
-        b[i] = number<T>(random);
-        expected[i] =
-            O::narrow(static_cast<typename O::Wide>(0.25 * static_cast<double>(O::widen(a[i])) +
-                                                    0.75 * static_cast<double>(O::widen(b[i]))));
-      }
-      std::vector<int64_t> counts(131);
-      std::iota(counts.begin(), counts.end(), 0);
-      counts.insert(counts.end(), {2047, 2048, 2049, 4097});
-      Row x(a.size() * sizeof(T)), y(a.size() * sizeof(T));
-      for (const int64_t count : counts)
-        for (size_t i = 0; i < kLineNbytes / sizeof(T); ++i) {
-          const size_t nbytes = static_cast<size_t>(count) * sizeof(T);
-          x.place(i * sizeof(T), a.data(), nbytes);
-          y.place(random() % (kLineNbytes / sizeof(T)) * sizeof(T), b.data(), nbytes);
-          Dots sums;
-          for (int64_t j = 0; j < count; ++j) {
-            const double u = static_cast<double>(O::widen(a[j])),
-                         v = static_cast<double>(O::widen(b[j]));
-            sums.ab += u * v;
-            sums.aa += u * u;
-            sums.bb += v * v;
-          }
-          const Dots found = dots(dtype(), x.at(), y.at(), count);
-          ASSERT_DOUBLE_EQ(found.ab, sums.ab) << count;
-          ASSERT_DOUBLE_EQ(found.aa, sums.aa) << count;
-          ASSERT_DOUBLE_EQ(found.bb, sums.bb) << count;
-          combine(dtype(), x.at(), y.at(), 0.25, 0.75, count);
-          ASSERT_TRUE(x.is(expected.data()) && x.intact_around()) << count << " elements at " << i;
-          ASSERT_TRUE(y.is(b.data()) && y.intact_around()) << count << " elements at " << i;
-        }
-    }
-  });
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ TEST(Stream, CopiesEveryLengthAtEveryAlignment) {
     if (!has_isa(static_cast<Isa>(isa))) continue;
     for (const auto copy : {plain_copy, stream_copy})
       for (const size_t nbytes : lengths) {
-        Row to(nbytes), from(nbytes);
+        Row to(nbytes), from(nbytes, '\x3c');
         for (const size_t from_at : {0, 1, 16, 61})
           for (size_t to_at = 0; to_at < kLineNbytes; ++to_at) {
             to.place(to_at, nothing.data(), nbytes);
