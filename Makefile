@@ -24,7 +24,7 @@ ifneq ($(words $(CURDIR)),1)
 $(error the path of this clone, $(CURDIR), has a space, which MPI's compiler wrapper cannot cope with; move it)
 endif
 
-.PHONY: help dev demo test test-csrc test-python test-gpu test-pretended test-parallel lint format sanitize bench clean googletest
+.PHONY: help dev demo test test-csrc test-python test-arm test-gpu test-pretended test-parallel lint format sanitize bench clean googletest
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,6 +44,16 @@ test-csrc: $(STAMP)/tools googletest
 
 test-python: dev
 	@$(BIN)/python -m pytest $(or $(PYTEST_ARGS),--ignore=tests/parallel)
+
+# What is emulated is the processor: threads and memory are this machine's. Not the other layers' tests,
+# of which two need MADV_REMOVE; QEMU accepts that and does nothing.
+test-arm: $(STAMP)/tools googletest ## C++ tests of kernels, codecs and collectives, built for 64-bit Arm and run by QEMU
+	@type aarch64-linux-gnu-g++ qemu-aarch64 >/dev/null 2>&1 || {
+	  echo "a compiler for Arm or its emulator is missing; on Debian: sudo apt-get install g++-aarch64-linux-gnu qemu-user"
+	  exit 1
+	}
+	suites=$$(sed -nE 's/^TEST(_[FP])?\((\w+),.*/\2/p' tests/csrc/{kernel,codec,collective}/test_*.cc | sort -u | paste -sd '|')
+	$(call ctest,build/arm,RelWithDebInfo,,,$(ARM),-R "(^|/)($$suites)\.")
 
 # All but what rests on gradients being exchanged where they are, which those on a device are not.
 test-pretended: dev ## tests of the frontend whose tensors are taken for those of a device
@@ -86,13 +96,17 @@ clean: ## remove what was built, but not the environment
 	find bagua tests -name __pycache__ -prune -exec rm -rf {} +
 	rm -f $(STAMP)/extension
 
-# Configure, build and run the C++ tests: (directory, build type, sanitizers, prefix of ctest).
+ARM := -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
+  -DCMAKE_CROSSCOMPILING_EMULATOR='qemu-aarch64;-L;/usr/aarch64-linux-gnu'
+
+# Configure, build and run the C++ tests: (directory, build type, sanitizers, prefix of ctest, more
+# for cmake, more for ctest).
 comma := ,
 define ctest
 export PATH="$(abspath $(BIN)):$$PATH"
-cmake -S . -B $(1) -GNinja -DBAGUA_TESTS=ON -DCMAKE_BUILD_TYPE=$(2) -DBAGUA_SANITIZE=$(3) >/dev/null
+cmake -S . -B $(1) -GNinja -DBAGUA_TESTS=ON -DCMAKE_BUILD_TYPE=$(2) -DBAGUA_SANITIZE=$(3) $(5) >/dev/null
 cmake --build $(1)
-$(4) ctest --test-dir $(1) --output-on-failure --no-tests=error --parallel 2
+$(4) ctest --test-dir $(1) --output-on-failure --no-tests=error --parallel 2 $(6)
 endef
 
 $(STAMP)/venv:

@@ -35,11 +35,12 @@ BAGUA_BOTH BF16 to_bf16(float x) {
 BAGUA_BOTH float to_float(F16 h) {
   const uint32_t sign = static_cast<uint32_t>(h.bits & 0x8000u) << 16;
   const uint32_t magnitude = h.bits & 0x7fffu;
-  // Rebias by multiplying with 2^112: one exact operation also for subnormals.
-  const float scaled = bits_float(magnitude << 13) * bits_float(0x77800000u);
-  const bool special = magnitude >= 0x7c00u;
-  const uint32_t inf_nan = 0x7f800000u | (magnitude << 13);
-  return bits_float(sign | (special ? inf_nan : float_bits(scaled)));
+  // Rebias the exponent. A subnormal is taken for the fraction of 2^-14, less 2^-14: exact, and no
+  // operand is a subnormal float, each of which costs many processors a hundred cycles.
+  const bool tiny = magnitude < 0x400u, special = magnitude >= 0x7c00u;
+  const float x = bits_float((magnitude << 13) + (tiny ? 0x38800000u : 0x38000000u));
+  const float y = x - bits_float(tiny ? 0x38800000u : 0);
+  return bits_float(sign | (float_bits(y) + (special ? 0x38000000u : 0)));
 }
 
 BAGUA_BOTH F16 to_f16(float x) {

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "common/memory.h"
 #include "kernel/half.h"
 #include "kernel/stream.h"
 
@@ -12,48 +13,39 @@ namespace {
 
 constexpr int64_t kBlock = 2048;  // elements reduced at a time: accumulators stay in L1
 
-// Accumulator type, load and store of each element type.
-template <class T>
-struct Element {
-  using Acc = std::conditional_t<(sizeof(T) < 4), int32_t, int64_t>;
+// An element type: what its values are accumulated in, and the way there and back.
+template <class T, class A = T>
+struct Plain {
+  using Value = T;
+  using Acc = A;
   static Acc load(T x) { return x; }
   static T store(Acc a) { return static_cast<T>(a); }
 };
+template <class T>
+using Wider = std::conditional_t<!std::is_integral_v<T>, T,
+                                 std::conditional_t<(sizeof(T) < 4), int32_t, int64_t>>;
+template <class T>
+struct Element : Plain<T, Wider<T>> {};
 template <>
 struct Element<bool> {  // sum is "any", product is "all"
+  using Value = bool;
   using Acc = int32_t;
   static Acc load(bool x) { return x; }
   static bool store(Acc a) { return a != 0; }
 };
 template <>
-struct Element<float> {
-  using Acc = float;
-  static Acc load(float x) { return x; }
-  static float store(Acc a) { return a; }
-};
-template <>
-struct Element<double> {
-  using Acc = double;
-  static Acc load(double x) { return x; }
-  static double store(Acc a) { return a; }
-};
-template <>
 struct Element<F16> {
+  using Value = F16;
   using Acc = float;
   static Acc load(F16 x) { return to_float(x); }
   static F16 store(Acc a) { return to_f16(a); }
 };
 template <>
 struct Element<BF16> {
+  using Value = BF16;
   using Acc = float;
   static Acc load(BF16 x) { return to_float(x); }
   static BF16 store(Acc a) { return to_bf16(a); }
-};
-template <class T>
-struct Element<std::complex<T>> {
-  using Acc = std::complex<T>;
-  static Acc load(Acc x) { return x; }
-  static Acc store(Acc a) { return a; }
 };
 
 template <class T>
@@ -116,7 +108,8 @@ void deliver(const Targets& targets, size_t at, const void* from, size_t nbytes,
 template <class A>
 inline A finished(A a, Finish f) {
   if constexpr (std::is_integral_v<A>) {
-    if (f.factor == 1) return a / static_cast<A>(f.divisor);
+    if constexpr (sizeof(A) > 4)  // smaller ones divide alike, and faster, as doubles
+      if (f.factor == 1) return a / static_cast<A>(f.divisor);
     return static_cast<A>(static_cast<double>(a) / f.divisor * f.factor);
   } else if constexpr (is_complex_type<A>::value) {
     using Real = typename A::value_type;
@@ -126,92 +119,122 @@ inline A finished(A a, Finish f) {
   }
 }
 
-// The compiler must see the loops with T and Op known, inside a function per instruction set, so
-// each of those inlines this body.
-template <class T, class Op>
-[[gnu::always_inline]] inline void reduce_body(const Targets& targets, const void* const* srcs,
-                                               int nsrcs, int64_t count, Finish finish, Isa isa) {
-  using E = Element<T>;
+// What a block goes through: from the sources into accumulators, from those into results. Each loop
+// is a function by itself, which is compiled once for each instruction set, and for all reductions
+// if it is the same for them, and knows that its arrays are apart.
+template <class E>
+struct Loops {
+  using T = typename E::Value;
   using A = typename E::Acc;
-  A acc[kBlock];
-  T results[kBlock];
-  for (int64_t at = 0; at < count; at += kBlock) {
-    const int64_t n = count - at < kBlock ? count - at : kBlock;
-    const T* first = static_cast<const T*>(srcs[0]) + at;
-    if (nsrcs == 1) {
-      for (int64_t i = 0; i < n; ++i) acc[i] = E::load(first[i]);
-    } else {
-      const T* second = static_cast<const T*>(srcs[1]) + at;
-      for (int64_t i = 0; i < n; ++i) acc[i] = Op::apply(E::load(first[i]), E::load(second[i]));
-    }
-    for (int s = 2; s < nsrcs; ++s) {
-      const T* src = static_cast<const T*>(srcs[s]) + at;
-      for (int64_t i = 0; i < n; ++i) acc[i] = Op::apply(acc[i], E::load(src[i]));
-    }
-    const bool direct = targets.count == 1 && targets.streamed == 0;
-    T* out = direct ? static_cast<T*>(targets.all[0]) + at : results;
-    if (finish.identity()) {
-      for (int64_t i = 0; i < n; ++i) out[i] = E::store(acc[i]);
-    } else {
-      for (int64_t i = 0; i < n; ++i) out[i] = E::store(finished(acc[i], finish));
-    }
-    if (!direct) deliver(targets, at * sizeof(T), results, static_cast<size_t>(n) * sizeof(T), isa);
+  void (*load)(const T* in, int64_t n, A* acc);
+  void (*store)(const A* acc, int64_t n, T* out);
+  void (*finish)(const A* acc, int64_t n, Finish finish, T* out);
+  void (*first_two)(const T* a, const T* b, int64_t n, A* acc);
+  void (*next)(const T* in, int64_t n, A* acc);
+};
+template <class E>
+struct Ends {
+  using T = typename E::Value;
+  using A = typename E::Acc;
+#define BAGUA_ENDS(isa, attribute)                                                           \
+  attribute static void load_##isa(const T* __restrict in, int64_t n, A* __restrict acc) {   \
+    for (int64_t i = 0; i < n; ++i) acc[i] = E::load(in[i]);                                 \
+  }                                                                                          \
+  attribute static void store_##isa(const A* __restrict acc, int64_t n, T* __restrict out) { \
+    for (int64_t i = 0; i < n; ++i) out[i] = E::store(acc[i]);                               \
+  }                                                                                          \
+  attribute static void finish_##isa(const A* __restrict acc, int64_t n, Finish f,           \
+                                     T* __restrict out) {                                    \
+    for (int64_t i = 0; i < n; ++i) out[i] = E::store(finished(acc[i], f));                  \
   }
-}
-
-template <class T>
-[[gnu::always_inline]] inline void reduce_op(ReduceOp op, const Targets& targets,
-                                             const void* const* srcs, int nsrcs, int64_t count,
-                                             Finish finish, Isa isa) {
-  switch (op) {
-    case ReduceOp::kProduct:
-      return reduce_body<T, Multiply>(targets, srcs, nsrcs, count, finish, isa);
-    case ReduceOp::kMin:
-      if constexpr (!is_complex_type<T>::value)
-        return reduce_body<T, Lesser>(targets, srcs, nsrcs, count, finish, isa);
-      return;
-    case ReduceOp::kMax:
-      if constexpr (!is_complex_type<T>::value)
-        return reduce_body<T, Greater>(targets, srcs, nsrcs, count, finish, isa);
-      return;
-    default:
-      return reduce_body<T, Add>(targets, srcs, nsrcs, count, finish, isa);
+  BAGUA_CLONES(BAGUA_ENDS)
+#undef BAGUA_ENDS
+};
+template <class E, class Op>
+struct Folds {
+  using T = typename E::Value;
+  using A = typename E::Acc;
+#define BAGUA_FOLDS(isa, attribute)                                                              \
+  attribute static void first_two_##isa(const T* __restrict a, const T* __restrict b, int64_t n, \
+                                        A* __restrict acc) {                                     \
+    for (int64_t i = 0; i < n; ++i) acc[i] = Op::apply(E::load(a[i]), E::load(b[i]));            \
+  }                                                                                              \
+  attribute static void next_##isa(const T* __restrict in, int64_t n, A* __restrict acc) {       \
+    for (int64_t i = 0; i < n; ++i) acc[i] = Op::apply(acc[i], E::load(in[i]));                  \
   }
-}
-
-// The hot types get a function per instruction set, the others the baseline.
-#define BAGUA_REDUCE(isa, attribute)                                                              \
-  attribute void reduce_##isa(DType dtype, ReduceOp op, const Targets& targets,                   \
-                              const void* const* srcs, int nsrcs, int64_t count, Finish finish) { \
-    switch (dtype) {                                                                              \
-      case DType::kF32:                                                                           \
-        return reduce_op<float>(op, targets, srcs, nsrcs, count, finish, Isa::isa);               \
-      case DType::kF64:                                                                           \
-        return reduce_op<double>(op, targets, srcs, nsrcs, count, finish, Isa::isa);              \
-      case DType::kF16:                                                                           \
-        return reduce_op<F16>(op, targets, srcs, nsrcs, count, finish, Isa::isa);                 \
-      default:                                                                                    \
-        return reduce_op<BF16>(op, targets, srcs, nsrcs, count, finish, Isa::isa);                \
-    }                                                                                             \
-  }
-BAGUA_CLONES(BAGUA_REDUCE)
-#define BAGUA_ENTRY(isa, attribute) reduce_##isa,
-constexpr void (*reduces[kIsaCount])(DType, ReduceOp, const Targets&, const void* const*, int,
-                                     int64_t, Finish) = {BAGUA_CLONES(BAGUA_ENTRY)};
+  BAGUA_CLONES(BAGUA_FOLDS)
+#undef BAGUA_FOLDS
+};
+template <class E, class Op>
+const Loops<E>& loops(Isa isa) {
+#define BAGUA_ENTRY(isa, attribute)                                  \
+  {Ends<E>::load_##isa, Ends<E>::store_##isa, Ends<E>::finish_##isa, \
+   Folds<E, Op>::first_two_##isa, Folds<E, Op>::next_##isa},
+  static constexpr Loops<E> all[] = {BAGUA_CLONES(BAGUA_ENTRY)};
 #undef BAGUA_ENTRY
-#undef BAGUA_REDUCE
+  return all[static_cast<int>(isa)];
+}
+
+template <class E>
+const Loops<E>& loops(ReduceOp op, Isa isa) {
+  if constexpr (is_complex_type<typename E::Value>::value) {
+    // The only one that mixes the two parts. Where there is FMA, GCC 12 uses it for such products
+    // whatever it is told about contraction.
+    return loops<E, Multiply>(Isa::kBaseline);
+  } else {
+    if (op == ReduceOp::kProduct) return loops<E, Multiply>(isa);
+    if (op == ReduceOp::kMin) return loops<E, Lesser>(isa);
+    if (op == ReduceOp::kMax) return loops<E, Greater>(isa);
+    return loops<E, Add>(isa);
+  }
+}
+
+template <class E>
+void reduce_blocks(ReduceOp op, const Targets& targets, const void* const* srcs, int nsrcs,
+                   int64_t count, Finish finish, Isa isa) {
+  using T = typename E::Value;
+  using A = typename E::Acc;
+  const Loops<E>& to = loops<E>(op, isa);
+  const bool direct = targets.count == 1 && targets.streamed == 0;
+  alignas(kLineNbytes) A acc[kBlock];
+  alignas(kLineNbytes) T results[kBlock];
+  for (int64_t at = 0; at < count; at += kBlock) {
+    const int64_t n = std::min(count - at, kBlock);
+    const auto source = [&](int s) { return static_cast<const T*>(srcs[s]) + at; };
+    if (nsrcs == 1) {
+      to.load(source(0), n, acc);
+    } else {
+      to.first_two(source(0), source(1), n, acc);
+    }
+    for (int s = 2; s < nsrcs; ++s) to.next(source(s), n, acc);
+    T* out = direct ? static_cast<T*>(targets.all[0]) + at : results;
+    const void* final = out;
+    if (!finish.identity()) {
+      to.finish(acc, n, finish, out);
+    } else if (direct || !std::is_same_v<T, A>) {
+      to.store(acc, n, out);
+    } else {
+      final = acc;
+    }
+    if (!direct) deliver(targets, at * sizeof(T), final, static_cast<size_t>(n) * sizeof(T), isa);
+  }
+}
 
 }  // namespace
 
 void reduce(DType dtype, ReduceOp op, const Targets& targets, const void* const* srcs, int nsrcs,
             int64_t count, Finish finish, Isa isa) {
-  if (is_float(dtype))
-    return reduces[static_cast<int>(isa)](dtype, op, targets, srcs, nsrcs, count, finish);
+  if (is_complex(dtype) && op != ReduceOp::kProduct) {  // real and imaginary part each by itself
+    dtype = dtype == DType::kC64 ? DType::kF32 : DType::kF64;
+    count *= 2;
+  }
   dispatch(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if constexpr (!std::is_floating_point_v<T> && !std::is_same_v<T, F16> &&
-                  !std::is_same_v<T, BF16>)
-      reduce_op<T>(op, targets, srcs, nsrcs, count, finish, isa);
+    // Where nothing is done at the end, the bits that wider accumulators add would be dropped.
+    if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool> && sizeof(T) < 8)
+      if (finish.identity())
+        return reduce_blocks<Plain<T>>(op, targets, srcs, nsrcs, count, finish, isa);
+    reduce_blocks<Element<T>>(op, targets, srcs, nsrcs, count, finish, isa);
   });
 }
 
@@ -219,41 +242,6 @@ void scale(DType dtype, void* data, int64_t count, double factor) {
   if (factor == 1) return;
   const void* srcs[] = {data};
   reduce(dtype, ReduceOp::kSum, data, srcs, 1, count, Finish{1, factor});
-}
-
-Dots dots(DType dtype, const void* a, const void* b, int64_t count) {
-  return dispatch(dtype, [&](auto tag) {
-    using E = Element<typename decltype(tag)::type>;
-    Dots d;
-    if constexpr (!is_complex_type<typename E::Acc>::value) {
-      const auto* x = static_cast<const typename decltype(tag)::type*>(a);
-      const auto* y = static_cast<const typename decltype(tag)::type*>(b);
-      for (int64_t i = 0; i < count; ++i) {
-        const double u = static_cast<double>(E::load(x[i]));
-        const double v = static_cast<double>(E::load(y[i]));
-        d.ab += u * v;
-        d.aa += u * u;
-        d.bb += v * v;
-      }
-    }
-    return d;
-  });
-}
-
-void combine(DType dtype, void* a, const void* b, double ca, double cb, int64_t count) {
-  dispatch(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    using E = Element<T>;
-    using A = typename E::Acc;
-    if constexpr (!is_complex_type<A>::value) {
-      T* x = static_cast<T*>(a);
-      const T* y = static_cast<const T*>(b);
-      for (int64_t i = 0; i < count; ++i) {
-        x[i] = E::store(static_cast<A>(ca * static_cast<double>(E::load(x[i])) +
-                                       cb * static_cast<double>(E::load(y[i]))));
-      }
-    }
-  });
 }
 
 }  // namespace bagua

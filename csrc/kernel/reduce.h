@@ -46,7 +46,8 @@ void scale(DType dtype, void* data, int64_t count, double factor);
 struct Dots {
   double ab = 0, aa = 0, bb = 0;
 };
-Dots dots(DType dtype, const void* a, const void* b, int64_t count);
-void combine(DType dtype, void* a, const void* b, double ca, double cb, int64_t count);
+Dots dots(DType dtype, const void* a, const void* b, int64_t count, Isa isa = best_isa());
+void combine(DType dtype, void* a, const void* b, double ca, double cb, int64_t count,
+             Isa isa = best_isa());
 
 }  // namespace bagua

@@ -5,9 +5,11 @@
 #include <limits>
 #include <numeric>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "kernel/half.h"
+#include "kernel/row.h"
 
 namespace bagua {
 namespace {
@@ -126,7 +128,7 @@ TEST(Half, FloatsFromEverywhere) {
   }
 }
 
-// Every float16 and bfloat16, and back, with each instruction set.
+// Every float16 and bfloat16, and back, and what lies between, with each instruction set.
 TEST(Half, ArraysAreConvertedLikeSingleValues) {
   std::vector<uint16_t> all(1 << 16);
   std::iota(all.begin(), all.end(), uint16_t{0});
@@ -145,6 +147,64 @@ TEST(Half, ArraysAreConvertedLikeSingleValues) {
         const uint16_t narrowed = half ? to_f16(one).bits : to_bf16(one).bits;
         ASSERT_EQ(back[j], narrowed) << isa_name(isa) << " " << j;
       }
+      // Ties, and what is next to them, on either side.
+      for (const uint32_t past : {0xfffu, 0x1000u, 0x1001u, 0x7fffu, 0x8000u, 0x8001u}) {
+        std::vector<float> between(wide.size());
+        for (size_t j = 0; j < wide.size(); ++j)
+          between[j] = bits_float(float_bits(wide[j]) + past);
+        narrow(dtype, back.data(), between.data(), static_cast<int64_t>(between.size()), isa);
+        for (size_t j = 0; j < all.size(); ++j) {
+          const bool half = dtype == DType::kF16;
+          const uint16_t one = half ? to_f16(between[j]).bits : to_bf16(between[j]).bits;
+          ASSERT_EQ(back[j], one) << isa_name(isa) << " " << j << " and " << past;
+        }
+      }
+    }
+  }
+}
+
+// Every count below a few vectors, wherever the two arrays begin, and nothing is written beside
+// them.
+TEST(Half, ArraysOfAnyLengthAnywhere) {
+  constexpr int64_t kMost = 130;
+  constexpr size_t kFloats = kLineNbytes / sizeof(float), kHalves = kLineNbytes / sizeof(uint16_t);
+  std::mt19937 random(2);
+  std::vector<uint16_t> halves(kMost), narrowed(kMost);
+  std::vector<float> floats(kMost), widened(kMost);
+  const std::vector<char> nothing(kMost * sizeof(float), '\x5a');
+  Row half_row(kMost * sizeof(uint16_t)), float_row(kMost * sizeof(float));
+  for (const DType dtype : {DType::kF16, DType::kBF16}) {
+    const bool f16 = dtype == DType::kF16;
+    for (size_t i = 0; i < kMost; ++i) {
+      halves[i] = static_cast<uint16_t>(random());
+      floats[i] = bits_float(random());
+      widened[i] = f16 ? to_float(F16{halves[i]}) : to_float(BF16{halves[i]});
+      narrowed[i] = f16 ? to_f16(floats[i]).bits : to_bf16(floats[i]).bits;
+    }
+    for (int i = 0; i < kIsaCount; ++i) {
+      const auto isa = static_cast<Isa>(i);
+      if (!has_isa(isa)) continue;
+      for (int64_t count = 0; count <= kMost; ++count)
+        for (size_t at = 0; at < kFloats + kHalves; ++at) {  // each row once at every place
+          const size_t half_at = (at < kFloats ? random() % kHalves : at - kFloats) * 2;
+          const size_t float_at = (at < kFloats ? at : random() % kFloats) * 4;
+          const auto n = static_cast<size_t>(count);
+          const auto place_halves = [&](const void* x) {
+            return half_row.place(half_at, x, n * 2);
+          };
+          const auto place_floats = [&](const void* x) {
+            return reinterpret_cast<float*>(float_row.place(float_at, x, n * 4));
+          };
+          const auto told = [&] {
+            return std::string(dtype_name(dtype)) + ", " + isa_name(isa) + ", " +
+                   std::to_string(count) + " at " + std::to_string(half_at) + " and " +
+                   std::to_string(float_at);
+          };
+          widen(dtype, place_floats(nothing.data()), place_halves(halves.data()), count, isa);
+          ASSERT_TRUE(float_row.is(widened.data()) && float_row.intact_around()) << told();
+          narrow(dtype, place_halves(nothing.data()), place_floats(floats.data()), count, isa);
+          ASSERT_TRUE(half_row.is(narrowed.data()) && half_row.intact_around()) << told();
+        }
     }
   }
 }

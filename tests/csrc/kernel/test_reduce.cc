@@ -1,4 +1,5 @@
-// Every element type and reduction, against a plain loop over one element at a time.
+// Every element type, reduction and instruction set, against a plain loop over one element at a
+// time: every tail, wherever rows begin, and nothing is written beside them.
 #include "kernel/reduce.h"
 
 #include <gtest/gtest.h>
@@ -13,151 +14,103 @@
 #include <vector>
 
 #include "kernel/half.h"
+#include "kernel/plain_reduce.h"
+#include "kernel/row.h"
 #include "kernel/stream.h"
 
 namespace bagua {
 namespace {
 
-constexpr int64_t kCounts[] = {0, 1, 7, 8, 2047, 2048, 2049};
-constexpr int kGuard = 5;  // elements before and after, which also misalign the vector
-
-// One element as a value wide enough to reduce in, and back. The widths are the kernel's promise.
+// A reduction of so many sources, how it is done and what has to come out.
 template <class T>
-struct Oracle {
-  using Wide = T;
-  static Wide widen(T x) { return x; }
-  static T narrow(Wide x) { return x; }
-};
-template <>
-struct Oracle<F16> {
-  using Wide = float;
-  static float widen(F16 x) { return to_float(x); }
-  static F16 narrow(float x) { return to_f16(x); }
-};
-template <>
-struct Oracle<BF16> {
-  using Wide = float;
-  static float widen(BF16 x) { return to_float(x); }
-  static BF16 narrow(float x) { return to_bf16(x); }
-};
-#define WIDE_INTEGER(T)                                      \
-  template <>                                                \
-  struct Oracle<T> {                                         \
-    using Wide = int64_t;                                    \
-    static int64_t widen(T x) { return x; }                  \
-    static T narrow(int64_t x) { return static_cast<T>(x); } \
-  };
-WIDE_INTEGER(bool)
-WIDE_INTEGER(uint8_t)
-WIDE_INTEGER(int8_t)
-WIDE_INTEGER(int16_t)
-WIDE_INTEGER(int32_t)
-#undef WIDE_INTEGER
-
-template <class W>
-W reduced(ReduceOp op, const std::vector<W>& values) {
-  W result = values[0];
-  for (size_t i = 1; i < values.size(); ++i) {
-    const W x = values[i];
-    if (op == ReduceOp::kProduct) {
-      result = result * x;
-    } else if (op == ReduceOp::kMin || op == ReduceOp::kMax) {
-      if constexpr (std::is_arithmetic_v<W>) {
-        const bool replace = op == ReduceOp::kMin ? x < result : x > result;
-        if (result == result && (replace || x != x)) result = x;
-      }
-    } else {
-      result = result + x;
-    }
-  }
-  return result;
-}
-
-template <class W>
-W finished(W x, Finish f) {
-  if (f.identity()) return x;
-  if constexpr (std::is_integral_v<W>) {
-    if (f.factor == 1) return x / static_cast<W>(f.divisor);
-    return static_cast<W>(static_cast<double>(x) / f.divisor * f.factor);
-  } else if constexpr (std::is_floating_point_v<W>) {
-    return x / static_cast<W>(f.divisor) * static_cast<W>(f.factor);
-  } else {
-    using Real = typename W::value_type;
-    return x / static_cast<Real>(f.divisor) * static_cast<Real>(f.factor);
-  }
-}
-
-template <class T>
-T number(std::mt19937& random) {
-  const int x = static_cast<int>(random() % 7) - 3;
+class Reduction {
+ public:
   using O = Oracle<T>;
-  if constexpr (std::is_same_v<T, bool>) return x > 0;
-  if constexpr (std::is_unsigned_v<T>) return static_cast<T>(x + 3);
-  if constexpr (std::is_same_v<T, std::complex<float>> || std::is_same_v<T, std::complex<double>>)
-    return T(x, static_cast<int>(random() % 5));
-  if constexpr (std::is_integral_v<T>) return static_cast<T>(x);
-  return O::narrow(static_cast<typename O::Wide>(x) * static_cast<typename O::Wide>(0.37));
-}
+  static constexpr size_t kLine = kLineNbytes / sizeof(T);
 
-template <class T>
-bool same_bits(T a, T b) {
-  return std::memcmp(&a, &b, sizeof a) == 0;
-}
-
-bool meaningful(DType dtype, ReduceOp op) {
-  if (op == ReduceOp::kMin || op == ReduceOp::kMax) return !is_complex(dtype);
-  return !(dtype == DType::kBool && op == ReduceOp::kAverage);
-}
-
-// `into`: which source is also the destination, -1 for a vector of its own.
-template <class T>
-void check_reduce(DType dtype, ReduceOp op, int nsrcs, int64_t count, Finish finish, int into) {
-  using O = Oracle<T>;
-  std::mt19937 random(static_cast<unsigned>(count * 31 + nsrcs));
-  const size_t size = static_cast<size_t>(count) + 2 * kGuard;
-  std::vector<std::vector<char>> memory;
-  std::vector<T*> rows;
-  for (int s = 0; s <= nsrcs; ++s) {
-    memory.emplace_back(size * sizeof(T));
-    rows.push_back(reinterpret_cast<T*>(memory.back().data()));
-    for (size_t i = 0; i < size; ++i) rows.back()[i] = number<T>(random);
-  }
-  std::vector<const void*> srcs;
-  for (int s = 0; s < nsrcs; ++s) srcs.push_back(rows[static_cast<size_t>(s)] + kGuard);
-  T* dst = rows[static_cast<size_t>(into < 0 ? nsrcs : into)];
-  const auto expected = std::make_unique<T[]>(size);  // not a vector: that of bool has no elements
-  std::copy(dst, dst + size, expected.get());
-  for (int64_t i = 0; i < count; ++i) {
-    std::vector<typename O::Wide> values;
-    for (int s = 0; s < nsrcs; ++s)
-      values.push_back(O::widen(rows[static_cast<size_t>(s)][kGuard + i]));
-    expected[static_cast<size_t>(kGuard + i)] = O::narrow(finished(reduced(op, values), finish));
-  }
-  const auto check = [&](const T* found, const std::string& how) {
-    for (size_t i = 0; i < size; ++i)
-      ASSERT_TRUE(same_bits(found[i], expected[i]))
-          << dtype_name(dtype) << " " << op_name(op) << ", " << nsrcs << " sources, " << count
-          << " elements, into " << into << ", " << how << ": differs at "
-          << static_cast<int64_t>(i) - kGuard;
-  };
-  // On every instruction set, into several targets, past the caches or not.
-  const auto other = std::make_unique<T[]>(size), another = std::make_unique<T[]>(size);
-  for (int isa = 0; isa < kIsaCount; ++isa) {
-    if (!has_isa(static_cast<Isa>(isa))) continue;
-    for (const int streamed : {0, 1, 2}) {
-      std::copy(dst, dst + size, other.get());
-      std::copy(dst, dst + size, another.get());
-      void* targets[] = {other.get() + kGuard, another.get() + kGuard};
-      reduce(dtype, op, {targets, 2, streamed}, srcs.data(), nsrcs, count, finish,
-             static_cast<Isa>(isa));
-      stream_fence();
-      check(other.get(), isa_name(static_cast<Isa>(isa)));
-      check(another.get(), isa_name(static_cast<Isa>(isa)));
+  Reduction(DType dtype, ReduceOp op, int nsrcs, Finish finish, int64_t most)
+      : dtype_(dtype), op_(op), nsrcs_(nsrcs), finish_(finish), expected_(new T[most]) {
+    std::mt19937 random(static_cast<unsigned>(most * 31 + nsrcs));
+    // A product of any integers leaves the accumulators, which shows when it is scaled.
+    const bool any = op != ReduceOp::kProduct || finish.identity();
+    for (int s = 0; s < nsrcs; ++s) {
+      values_.emplace_back(new T[most]);
+      std::generate_n(values_.back().get(), most,
+                      [&] { return any ? any_number<T>(random) : number<T>(random); });
     }
+    for (int64_t i = 0; i < most; ++i) {
+      auto x = O::widen(values_[0][i]);
+      for (int s = 1; s < nsrcs; ++s) x = plain_op(op, x, O::widen(values_[s][i]));
+      expected_[i] = O::narrow(plain_finish(x, finish));
+    }
+    for (int i = 0; i < nsrcs + 2; ++i)
+      rows_.emplace_back(static_cast<size_t>(most) * sizeof(T), static_cast<char>(0xa5 - 7 * i));
   }
-  reduce(dtype, op, dst + kGuard, srcs.data(), nsrcs, count, finish);
-  check(dst, "in place");
-}
+
+  // `into`: which source is also the first target, -1 for none. offsets: where in a line, in
+  // elements, the two targets and then the sources begin.
+  struct How {
+    Isa isa;
+    int64_t count;
+    std::vector<size_t> offsets;
+    int into = -1, ntargets = 1, streamed = 0;
+  };
+  How apart(Isa isa, int64_t count) const {
+    How how{isa, count, std::vector<size_t>(static_cast<size_t>(nsrcs_) + 2)};
+    return how;
+  }
+  How any_way(Isa isa, int64_t count, std::mt19937& random) const {
+    How how = apart(isa, count);
+    for (size_t& offset : how.offsets) offset = random() % kLine;
+    how.into = static_cast<int>(random() % (nsrcs_ + 1)) - 1;
+    how.ntargets = 1 + static_cast<int>(random() % 2);
+    how.streamed = static_cast<int>(random() % (how.ntargets + 1));
+    return how;
+  }
+
+  void check(const How& how) {
+    const size_t nbytes = static_cast<size_t>(how.count) * sizeof(T);
+    const auto place = [&](int row, const void* content) {
+      return rows_[row].place(how.offsets[row] * sizeof(T), content, nbytes);
+    };
+    std::vector<const void*> srcs;
+    for (int s = 0; s < nsrcs_; ++s) srcs.push_back(place(2 + s, values_[s].get()));
+    const int first = how.into < 0 ? 0 : 2 + how.into;
+    if (how.into < 0) place(0, expected_.get()), std::memset(rows_[0].at(), 0x5a, nbytes);
+    place(1, rows_[first].at());
+    void* targets[] = {rows_[first].at(), rows_[1].at()};
+    reduce(dtype_, op_, {targets, how.ntargets, how.streamed}, srcs.data(), nsrcs_, how.count,
+           finish_, how.isa);
+    stream_fence();
+    for (int t = 0; t < how.ntargets; ++t) check(rows_[t == 0 ? first : 1], how);
+  }
+
+ private:
+  void check(const Row& row, const How& how) const {
+    const auto told = [&] {
+      std::string text = std::string(dtype_name(dtype_)) + " " + op_name(op_) + " of " +
+                         std::to_string(nsrcs_) + ", " + isa_name(how.isa) + ", " +
+                         std::to_string(how.count) + " elements, into " + std::to_string(how.into) +
+                         ", " + std::to_string(how.ntargets) + " targets, " +
+                         std::to_string(how.streamed) + " streamed, at";
+      for (const size_t offset : how.offsets) text += " " + std::to_string(offset);
+      return text;
+    };
+    ASSERT_TRUE(row.intact_around()) << told();
+    if (row.is(expected_.get())) return;
+    const T* found = reinterpret_cast<const T*>(row.at());
+    for (int64_t i = 0; i < how.count; ++i)
+      ASSERT_TRUE(same(found[i], expected_[i])) << told() << ": differs at " << i;
+  }
+
+  DType dtype_;
+  ReduceOp op_;
+  int nsrcs_;
+  Finish finish_;
+  std::vector<std::unique_ptr<T[]>> values_;
+  std::unique_ptr<T[]> expected_;
+  std::vector<Row> rows_;  // of the two targets, then of the sources
+};
 
 class EveryType : public testing::TestWithParam<int> {
  protected:
@@ -167,32 +120,52 @@ INSTANTIATE_TEST_SUITE_P(Reduce, EveryType, testing::Range(0, kDTypeCount), [](c
   return dtype_name(static_cast<DType>(info.param));
 });
 
-TEST_P(EveryType, ReducesLikeAPlainLoop) {
-  dispatch(dtype(), [&](auto tag) {
+// Calls back with every reduction of up to four sources, for every instruction set.
+template <class F>
+void for_each_reduction(DType dtype, int64_t most, F&& f) {
+  dispatch(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
+    std::mt19937 random(7);
     for (const ReduceOp op :
-         {ReduceOp::kAverage, ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct}) {
-      if (!meaningful(dtype(), op)) continue;
-      for (int nsrcs = 1; nsrcs <= 5; ++nsrcs)
-        for (const int64_t count : kCounts) {
-          const Finish finish{op == ReduceOp::kAverage ? static_cast<double>(nsrcs) : 1.0, 1};
-          for (const int into : {-1, 0, nsrcs - 1})
-            check_reduce<T>(dtype(), op, nsrcs, count, finish, into);
-          if (HasFatalFailure()) return;
+         {ReduceOp::kAverage, ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct})
+      for (const Finish finish : {Finish{}, Finish{1, 0.5}, Finish{3, 2.5}, Finish{4, 1}}) {
+        const bool finishes = dtype != DType::kBool && (is_linear(op) || finish.divisor == 1);
+        if (!meaningful(dtype, op) || (!finish.identity() && !finishes)) continue;
+        for (int nsrcs = 1; nsrcs <= 4; ++nsrcs) {
+          Reduction<T> reduction(dtype, op, nsrcs, finish, most);
+          for (int isa = 0; isa < kIsaCount; ++isa) {
+            if (has_isa(static_cast<Isa>(isa))) f(reduction, static_cast<Isa>(isa), random);
+            if (testing::Test::HasFatalFailure()) return;
+          }
         }
+      }
+  });
+}
+
+TEST_P(EveryType, ReducesLikeAPlainLoop) {
+  for_each_reduction(dtype(), 130, [](auto& reduction, Isa isa, std::mt19937& random) {
+    for (int64_t count = 0; count <= 130; ++count)
+      for (int i = 0; i < 2; ++i) reduction.check(reduction.any_way(isa, count, random));
+  });
+}
+
+TEST_P(EveryType, ReducesWhereverARowBegins) {
+  for_each_reduction(dtype(), 130, [](auto& reduction, Isa isa, std::mt19937&) {
+    for (const int64_t count : {1, 17, 66, 130}) {
+      auto how = reduction.apart(isa, count);
+      for (size_t& offset : how.offsets) {
+        for (offset = 1; offset < reduction.kLine; ++offset) reduction.check(how);
+        offset = 0;
+      }
     }
   });
 }
 
-TEST_P(EveryType, ScalesAfterReducing) {
-  if (dtype() == DType::kBool) return;  // any and all know no scale
-  dispatch(dtype(), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    for (const Finish finish : {Finish{1, 0.5}, Finish{3, 2.5}, Finish{4, 1}})
-      for (const int64_t count : kCounts) {
-        check_reduce<T>(dtype(), ReduceOp::kSum, 3, count, finish, 1);
-        if (HasFatalFailure()) return;
-      }
+// 2048 elements are a block, and 1024 complex numbers.
+TEST_P(EveryType, ReducesAroundTheEdgesOfBlocks) {
+  for_each_reduction(dtype(), 4097, [](auto& reduction, Isa isa, std::mt19937& random) {
+    for (const int64_t count : {1023, 1024, 1025, 2047, 2048, 2049, 4095, 4096, 4097})
+      reduction.check(reduction.any_way(isa, count, random));
   });
 }
 
@@ -271,37 +244,6 @@ TEST(Reduce, IntegersTruncateTowardZero) {
     reduce(DType::kI32, ReduceOp::kAverage, &data, srcs, 1, 1, Finish{2, 1});
     EXPECT_EQ(data, x / 2);
   }
-}
-
-TEST_P(EveryType, DotsAndCombineLikeAPlainLoop) {
-  if (!is_float(dtype())) return;  // Adasum takes nothing else
-  dispatch(dtype(), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    using O = Oracle<T>;
-    if constexpr (std::is_floating_point_v<typename O::Wide>) {
-      for (const int64_t count : kCounts) {
-        std::mt19937 random(3);
-        std::vector<T> a(static_cast<size_t>(count)), b(a.size()), expected(a.size());
-        Dots sums;
-        for (size_t i = 0; i < a.size(); ++i) {
-          a[i] = number<T>(random);
-          b[i] = number<T>(random);
-          const double x = static_cast<double>(O::widen(a[i])),
-                       y = static_cast<double>(O::widen(b[i]));
-          sums.ab += x * y;
-          sums.aa += x * x;
-          sums.bb += y * y;
-          expected[i] = O::narrow(static_cast<typename O::Wide>(0.25 * x + 0.75 * y));
-        }
-        const Dots found = dots(dtype(), a.data(), b.data(), count);
-        EXPECT_DOUBLE_EQ(found.ab, sums.ab);
-        EXPECT_DOUBLE_EQ(found.aa, sums.aa);
-        EXPECT_DOUBLE_EQ(found.bb, sums.bb);
-        combine(dtype(), a.data(), b.data(), 0.25, 0.75, count);
-        for (size_t i = 0; i < a.size(); ++i) ASSERT_TRUE(same_bits(a[i], expected[i])) << i;
-      }
-    }
-  });
 }
 
 }  // namespace
