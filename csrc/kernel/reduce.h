@@ -34,8 +34,8 @@ struct Targets {
 
 // dst[i] = finish(op(srcs[0][i], srcs[1][i], ...)), in that order, for every target. 16-bit floats
 // accumulate in float and integers below 64 bits in a wider one, so there is one rounding per
-// result. A target may be one of the sources. Integers truncate toward zero after an average or a
-// scale.
+// result. A target may be one of the sources. Rows begin at multiples of their element's size.
+// Integers truncate toward zero after an average or a scale.
 void reduce(DType dtype, ReduceOp op, const Targets& targets, const void* const* srcs, int nsrcs,
             int64_t count, Finish finish, Isa isa = best_isa());
 
