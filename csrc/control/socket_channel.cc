@@ -251,7 +251,7 @@ class Ends : public SocketChannel {
       unpack(peer, rank, inbox);
     }
     if (!lost) return;
-    // Closing does not take it out of the set while a child of fork() has a copy.
+    // Closing does not take it out of the set while somebody has a copy.
     ::epoll_ctl(epoll_.fd(), EPOLL_CTL_DEL, peer.socket.fd(), nullptr);
     peer.socket.close();
     inbox.push_back({rank, true, {}});
