@@ -79,6 +79,12 @@ class Ends : public SocketChannel {
     near_.push_back(rank);
   }
 
+  bool ended(int rank) const override {
+    const Socket& socket = peers_[static_cast<size_t>(rank)].socket;
+    pollfd looked{socket.fd(), POLLRDHUP, 0};
+    return !socket.open() || ::poll(&looked, 1, 0) > 0;
+  }
+
   void send(int rank, std::string_view bytes) override {
     Peer& peer = peers_[static_cast<size_t>(rank)];
     if (!peer.socket.open()) return;
