@@ -98,18 +98,16 @@ std::unique_ptr<Node> Node::meet(const std::vector<int>& ranks, int rank, const 
   }
   const std::vector<std::string> cards = exchange(card);
   try {
-    for (size_t i = 0; i < cards.size() && problem.empty(); ++i) {
-      if (cards[i].empty())
-        problem = "rank " + std::to_string(ranks[i]) + " has no shared memory";
-      else
-        node->enter(static_cast<int>(i), cards[i]);
-    }
+    // Who has no card will say why.
+    for (size_t i = 0; i < cards.size() && problem.empty(); ++i)
+      if (!cards[i].empty()) node->enter(static_cast<int>(i), cards[i]);
   } catch (const Error& error) {
     problem = error.what();
   }
   // All of them or none.
-  for (const std::string& theirs : exchange(problem))
-    if (why_not.empty()) why_not = theirs;
+  const std::vector<std::string> problems = exchange(problem);
+  for (size_t i = 0; i < problems.size() && why_not.empty(); ++i)
+    if (!problems[i].empty()) why_not = "rank " + std::to_string(ranks[i]) + ": " + problems[i];
   if (!why_not.empty()) node.reset();
   return node;
 }
