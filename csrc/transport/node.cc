@@ -19,14 +19,14 @@ namespace bagua {
 
 // A rank's words to one peer. The notes take turns, so that one is never written while read.
 struct alignas(64) Node::Word {
-  std::atomic<uint32_t> count{0};
+  std::atomic<uint32_t> count{kFirstCount};
   Note notes[2];
 };
 
 // What a rank shows to the others; they only read, but for the bell.
 struct Node::Board {
   uint64_t token;  // proves that this is the memory that was meant
-  alignas(64) std::atomic<uint32_t> bell{0};
+  alignas(64) std::atomic<uint32_t> bell{kFirstCount};
   std::atomic<uint32_t> sleeping{0};
   Arenas::Mapping segments[Arenas::kMaxSegments];
   alignas(64) Word words[1];  // one per peer
