@@ -9,11 +9,14 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <cstring>
+#include <mutex>
+#include <set>
 #include <sstream>
 
 #include "common/clock.h"
@@ -50,16 +53,50 @@ bool listed(const std::string& interfaces, const std::string& name) {
 
 }  // namespace
 
-void Socket::close() {
-  if (fd_ >= 0) ::close(fd_);
-  fd_ = -1;
-}
+// The descriptors this process has opened.
+class Socket::Family {
+ public:
+  static Family& get() {
+    static Family* family = new Family;
+    return *family;
+  }
+  void add(Descriptor* descriptor) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    descriptors_.insert(descriptor);
+  }
+  // Under the lock, or a child could close what has the same number next.
+  void close(Descriptor* descriptor) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (descriptor->fd >= 0) ::close(descriptor->fd);
+    descriptors_.erase(descriptor);
+  }
+
+ private:
+  // Also for a fork that Python does not hear of.
+  Family() {
+    ::pthread_atfork([] { get().mutex_.lock(); }, [] { get().mutex_.unlock(); },
+                     [] { get().close_copies(); });
+  }
+  void close_copies() {
+    for (Descriptor* descriptor : descriptors_) {
+      if (descriptor->fd >= 0) ::close(descriptor->fd);
+      descriptor->fd = -1;
+    }
+    mutex_.unlock();
+  }
+
+  std::mutex mutex_;
+  std::set<Descriptor*> descriptors_;
+};
+
+Socket::Descriptor::Descriptor(int fd) : fd(fd) { Family::get().add(this); }
+Socket::Descriptor::~Descriptor() { Family::get().close(this); }
 
 bool Socket::write_all(const void* data, size_t nbytes, double deadline_s) const {
   const char* from = static_cast<const char*>(data);
   while (nbytes > 0) {
-    if (!wait_for(fd_, POLLOUT, deadline_s)) return false;
-    const ssize_t n = ::send(fd_, from, nbytes, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (!wait_for(fd(), POLLOUT, deadline_s)) return false;
+    const ssize_t n = ::send(fd(), from, nbytes, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) continue;
     if (n <= 0) return false;
     from += n;
@@ -71,8 +108,8 @@ bool Socket::write_all(const void* data, size_t nbytes, double deadline_s) const
 bool Socket::read_all(void* data, size_t nbytes, double deadline_s) const {
   char* to = static_cast<char*>(data);
   while (nbytes > 0) {
-    if (!wait_for(fd_, POLLIN, deadline_s)) return false;
-    const ssize_t n = ::recv(fd_, to, nbytes, MSG_DONTWAIT);
+    if (!wait_for(fd(), POLLIN, deadline_s)) return false;
+    const ssize_t n = ::recv(fd(), to, nbytes, MSG_DONTWAIT);
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) continue;
     if (n <= 0) return false;
     to += n;

@@ -1,34 +1,36 @@
 // TCP sockets owned by objects, and the addresses of this machine.
 #pragma once
 
+#include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace bagua {
 
+// A child of fork() has none of its parent's: its copies are closed at once, so that they do not
+// keep a connection open when the parent is killed.
 class Socket {
  public:
   Socket() = default;
-  explicit Socket(int fd) : fd_(fd) {}
-  ~Socket() { close(); }
-  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Socket& operator=(Socket&& other) noexcept {
-    close();
-    fd_ = std::exchange(other.fd_, -1);
-    return *this;
-  }
+  explicit Socket(int fd) : own_(std::make_unique<Descriptor>(fd)) {}
 
-  int fd() const { return fd_; }
-  bool open() const { return fd_ >= 0; }
-  void close();
+  int fd() const { return own_ ? own_->fd : -1; }
+  bool open() const { return fd() >= 0; }
+  void close() { own_.reset(); }
 
   // Whole buffers or false, within the deadline (a now_s() time).
   bool write_all(const void* data, size_t nbytes, double deadline_s) const;
   bool read_all(void* data, size_t nbytes, double deadline_s) const;
 
  private:
-  int fd_ = -1;
+  class Family;
+  struct Descriptor {
+    explicit Descriptor(int fd);
+    ~Descriptor();
+    Descriptor(const Descriptor&) = delete;
+    int fd;
+  };
+  std::unique_ptr<Descriptor> own_;
 };
 
 struct Endpoint {

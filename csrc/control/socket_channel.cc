@@ -79,6 +79,12 @@ class Ends : public SocketChannel {
     near_.push_back(rank);
   }
 
+  bool ended(int rank) const override {
+    const Socket& socket = peers_[static_cast<size_t>(rank)].socket;
+    pollfd looked{socket.fd(), POLLRDHUP, 0};
+    return !socket.open() || ::poll(&looked, 1, 0) > 0;
+  }
+
   void send(int rank, std::string_view bytes) override {
     Peer& peer = peers_[static_cast<size_t>(rank)];
     if (!peer.socket.open()) return;
@@ -251,7 +257,7 @@ class Ends : public SocketChannel {
       unpack(peer, rank, inbox);
     }
     if (!lost) return;
-    // Closing does not take it out of the set while a child of fork() has a copy.
+    // Closing does not take it out of the set while somebody has a copy.
     ::epoll_ctl(epoll_.fd(), EPOLL_CTL_DEL, peer.socket.fd(), nullptr);
     peer.socket.close();
     inbox.push_back({rank, true, {}});

@@ -16,6 +16,9 @@ class SocketChannel : public Channel {
   // see (see ring.h), the peer's the other way round; the socket only wakes, and tells of a loss.
   // Before anything was sent.
   virtual void share(int peer, char* out, char* in, std::shared_ptr<void> keepalive) = 0;
+  // Whether the peer has closed its end: its process has failed or is gone. Takes nothing that has
+  // come, as receive() would.
+  virtual bool ended(int peer) const = 0;
 };
 
 // Rank 0's end before the others have come.

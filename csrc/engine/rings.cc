@@ -15,11 +15,15 @@ namespace {
 constexpr int kSleepUs = 1000;
 
 // Waits for the place of the peer's ring.
-Place place_from(Node& node, int peer, double deadline_s) {
+Place place_from(Node& node, int peer, const SocketChannel& channel, double deadline_s) {
+  const int rank = node.rank_of(peer);
   while (!node.heard(peer)) {
     node.sleep(kSleepUs);
+    if (channel.ended(rank))
+      throw PeerError("rank " + std::to_string(rank) + " has failed or is gone before it had " +
+                      "offered shared memory");
     if (now_s() > deadline_s)
-      throw PeerError("rank " + std::to_string(node.rank_of(peer)) +
+      throw PeerError("rank " + std::to_string(rank) +
                       " of this machine did not offer shared memory (start_timeout_s)");
   }
   return node.note_of(peer).place;
@@ -42,7 +46,7 @@ void share_rings(SocketChannel& channel, Transport& transport, double timeout_s)
   const double deadline_s = now_s() + timeout_s;
   for (int peer = begin; peer < end; ++peer) {
     const std::shared_ptr<char>& in = rings[static_cast<size_t>(peer - begin)];
-    char* out = node->at(peer, place_from(*node, peer, deadline_s));
+    char* out = node->at(peer, place_from(*node, peer, channel, deadline_s));
     channel.share(node->rank_of(peer), out, in.get(), in);
   }
 }

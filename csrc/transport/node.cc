@@ -19,14 +19,14 @@ namespace bagua {
 
 // A rank's words to one peer. The notes take turns, so that one is never written while read.
 struct alignas(64) Node::Word {
-  std::atomic<uint32_t> count{0};
+  std::atomic<uint32_t> count{kFirstCount};
   Note notes[2];
 };
 
 // What a rank shows to the others; they only read, but for the bell.
 struct Node::Board {
   uint64_t token;  // proves that this is the memory that was meant
-  alignas(64) std::atomic<uint32_t> bell{0};
+  alignas(64) std::atomic<uint32_t> bell{kFirstCount};
   std::atomic<uint32_t> sleeping{0};
   Arenas::Mapping segments[Arenas::kMaxSegments];
   alignas(64) Word words[1];  // one per peer
@@ -98,18 +98,16 @@ std::unique_ptr<Node> Node::meet(const std::vector<int>& ranks, int rank, const 
   }
   const std::vector<std::string> cards = exchange(card);
   try {
-    for (size_t i = 0; i < cards.size() && problem.empty(); ++i) {
-      if (cards[i].empty())
-        problem = "rank " + std::to_string(ranks[i]) + " has no shared memory";
-      else
-        node->enter(static_cast<int>(i), cards[i]);
-    }
+    // Who has no card will say why.
+    for (size_t i = 0; i < cards.size() && problem.empty(); ++i)
+      if (!cards[i].empty()) node->enter(static_cast<int>(i), cards[i]);
   } catch (const Error& error) {
     problem = error.what();
   }
   // All of them or none.
-  for (const std::string& theirs : exchange(problem))
-    if (why_not.empty()) why_not = theirs;
+  const std::vector<std::string> problems = exchange(problem);
+  for (size_t i = 0; i < problems.size() && why_not.empty(); ++i)
+    if (!problems[i].empty()) why_not = "rank " + std::to_string(ranks[i]) + ": " + problems[i];
   if (!why_not.empty()) node.reset();
   return node;
 }

@@ -63,13 +63,15 @@ class Node {
   void sleep(int timeout_us);
 
  private:
+  // Counts of words soon begin again at zero, so that every program and test tries that.
+  static constexpr uint32_t kFirstCount = ~uint32_t{0} - 99;
   struct Word;
   struct Board;
   struct Peer {
     int pid = 0;
     std::unique_ptr<Segment> board_memory;  // none for this rank
     Board* board = nullptr;
-    uint32_t told = 0, heard = 0;
+    uint32_t told = kFirstCount, heard = kFirstCount;
     bool owes = false;
     struct Mapped {
       uint32_t generation = 0;

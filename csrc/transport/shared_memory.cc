@@ -4,7 +4,6 @@
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
-#include <sys/sysinfo.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,6 +14,7 @@
 
 #include "common/errors.h"
 #include "common/memory.h"
+#include "transport/memory_limit.h"
 
 namespace bagua {
 namespace {
@@ -84,14 +84,7 @@ class Segment::Family {
 };
 
 Segment::Segment(size_t nbytes) : nbytes_(round_up(std::max<size_t>(nbytes, 1), kPage)) {
-  // The kernel hands out what it has not got, and ends whoever then writes to it.
-  struct sysinfo machine;
-  if (::sysinfo(&machine) == 0) {
-    const double has = static_cast<double>(machine.totalram + machine.totalswap) * machine.mem_unit;
-    if (static_cast<double>(nbytes_) > has)
-      throw UsageError("cannot have " + std::to_string(nbytes_) + " bytes of shared memory: all " +
-                       "memory of this machine is " + std::to_string(static_cast<int64_t>(has)));
-  }
+  refuse_beyond_limits(nbytes_);
   const int fd = ::memfd_create("bagua", MFD_CLOEXEC);
   if (fd < 0) fail("make", nbytes_, errno);
   if (::ftruncate(fd, static_cast<off_t>(nbytes_)) != 0) {

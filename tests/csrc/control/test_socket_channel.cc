@@ -272,7 +272,7 @@ TEST(SocketListener, StrangersAreRefused) {
   }
 }
 
-// A child of fork() has copies of all sockets.
+// As a process has that was forked without the handlers that close them.
 TEST(SocketChannel, ALostPeerIsToldOnceThoughItsSocketHasCopies) {
   std::atomic<bool> closed{false};
   with_channels(2, Near::kNone, [&](int rank, std::unique_ptr<Channel> channel) {

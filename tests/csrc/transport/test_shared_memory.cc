@@ -1,11 +1,14 @@
 #include "transport/shared_memory.h"
 
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
+#include <fstream>
 #include <random>
 
 #include "common/errors.h"
@@ -45,14 +48,61 @@ TEST(Segment, OfAProcessThatIsGoneIsAPeerError) {
   EXPECT_THROW(Segment(::getpid(), 1 << 20, 4096), PeerError);
 }
 
-TEST(Segment, TooLargeIsAnErrorThatSaysHowLarge) {
+TEST(Segment, TooLargeIsAnErrorBeforeAnythingIsMade) {
   try {
     Segment segment(size_t{1} << 60);
     FAIL() << "an exabyte was mapped";
   } catch (const UsageError& error) {
-    EXPECT_NE(std::string(error.what()).find(std::to_string(size_t{1} << 60)), std::string::npos)
-        << error.what();
+    const std::string text = error.what();
+    EXPECT_EQ(text.find("cannot have " + std::to_string(size_t{1} << 60) + " bytes"), 0u) << text;
   }
+}
+
+// Of a child that may have less than its parent; a limit is for ever. What went wrong comes back.
+std::string error_in_child(int resource, rlim_t limit, size_t nbytes) {
+  int ends[2];
+  if (::pipe(ends) != 0) return "no pipe";
+  const int child = ::fork();
+  if (child == 0) {
+    ::signal(SIGXFSZ, SIG_IGN);  // as Python does
+    const rlimit less{limit, limit};
+    std::string text = ::setrlimit(resource, &less) == 0 ? "no error" : "no limit";
+    try {
+      Segment segment(nbytes);
+    } catch (const UsageError& error) {
+      text = error.what();
+    }
+    ::_exit(::write(ends[1], text.data(), text.size()) < 0);
+  }
+  ::close(ends[1]);
+  char text[1000];
+  const ssize_t n = ::read(ends[0], text, sizeof text);
+  ::close(ends[0]);
+  ::waitpid(child, nullptr, 0);
+  return {text, static_cast<size_t>(std::max<ssize_t>(n, 0))};
+}
+
+// The bytes of this process's address space.
+rlim_t mapped_nbytes() {
+  rlim_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  return pages * static_cast<rlim_t>(::sysconf(_SC_PAGESIZE));
+}
+
+TEST(Segment, BeyondAUlimitIsAnErrorThatNamesIt) {
+  const std::string file = error_in_child(RLIMIT_FSIZE, 8192, 10000);
+  EXPECT_EQ(file,
+            "cannot make 12288 bytes of shared memory: File too large (see ulimit -f, 8192); "
+            "transport='mpi' does without");
+  EXPECT_EQ(error_in_child(RLIMIT_FSIZE, 12288, 10000), "no error");
+  const std::string files = error_in_child(RLIMIT_NOFILE, 0, 10000);
+  EXPECT_EQ(files,
+            "cannot make 12288 bytes of shared memory: Too many open files (see ulimit -n, 0); "
+            "transport='mpi' does without");
+  const rlim_t space = mapped_nbytes() + (rlim_t{16} << 20);
+  EXPECT_EQ(error_in_child(RLIMIT_AS, space, size_t{64} << 20),
+            "cannot map 67108864 bytes of shared memory: Cannot allocate memory (see ulimit -v, " +
+                std::to_string(space) + "); transport='mpi' does without");
 }
 
 TEST(Arenas, GiveAlignedZerosAndKnowTheirPlaces) {
