@@ -417,7 +417,7 @@ def _install_exit_hooks() -> None:
 
 
 def _abandon() -> None:
-    """A forked child has no part in the world: it shares the sockets, but not the thread."""
+    """A forked child has no part in the world: it has neither the sockets nor the thread."""
     global _world
     if _world is not None:
         core.abandon(_world.engine)

@@ -79,8 +79,8 @@ class Engine {
   void stop();
   bool wait_stopped(double timeout_s);
   FailurePtr failure();  // what ended the engine, or null
-  // This process is a forked child, which shares the sockets, but has no thread of the engine: who
-  // submits or waits here is refused.
+  // This process is a forked child, which has neither the sockets nor the engine's thread of the
+  // engine: who submits or waits here is refused.
   void abandon() { in_child_ = true; }
 
   // Bytes this rank has sent in exchanges, and exchanges run. Any thread.
