@@ -13,7 +13,7 @@ from mpi4py import MPI
 import bagua.torch
 from benchmarks.measure import Run, interleaved
 from benchmarks.models import ManyParameters, mlp, steps
-from benchmarks.peers import all_peers, zeros
+from benchmarks.peers import all_peers, turns, zeros
 
 Case = dict[str, dict[str, float]]
 
@@ -22,7 +22,9 @@ def latency(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
     """One element, blocking, 200 times in a row."""
     tensor = zeros(1)
     runs = each(peers, "allreduce", tensor, "one")
-    figures = interleaved(runs, 2 if quick else 20, meet, turn=200, in_a_row=True)
+    figures = interleaved(
+        runs, 2 if quick else 20, meet, turn=200, in_a_row=True, turns=turns(peers)
+    )
     return with_touched(figures, runs, tensor.nbytes)
 
 
@@ -42,7 +44,7 @@ def vector(peers: dict[str, Any], count: int, rounds: int, meet: Any) -> Case:
     runs = each(peers, "allreduce", tensor, f"ordinary {count}")
     runs["bagua arena"] = partial(peers["bagua"].allreduce, arena, f"arena {count}")
     runs["memcpy"] = partial(other.copy_, tensor)
-    return with_touched(interleaved(runs, rounds, meet), runs, tensor.nbytes)
+    return with_touched(interleaved(runs, rounds, meet, turns=turns(peers)), runs, tensor.nbytes)
 
 
 def many(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
@@ -58,7 +60,9 @@ def grouped(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
 def small_tensors(peers: dict[str, Any], operation: str, rounds: int, meet: Any) -> Case:
     tensors = [zeros(1024) for _ in range(500)]
     runs = each(peers, operation, tensors)
-    return with_touched(interleaved(runs, rounds, meet), runs, 500 * tensors[0].nbytes)
+    return with_touched(
+        interleaved(runs, rounds, meet, turns=turns(peers)), runs, 500 * tensors[0].nbytes
+    )
 
 
 def each(peers: dict[str, Any], operation: str, *arguments: Any) -> dict[str, Run]:
@@ -98,7 +102,7 @@ def trained(
 ) -> Case:
     runs = steps(peers, model_of, inputs)
     nbytes = sum(param.nbytes for param in model_of().parameters())
-    return with_touched(interleaved(runs, rounds, meet), runs, nbytes)
+    return with_touched(interleaved(runs, rounds, meet, turns=turns(peers)), runs, nbytes)
 
 
 def idle(peers: dict[str, Any], meet: Any, quick: bool) -> Case:

@@ -5,17 +5,18 @@ other values would grow until they are infinite. Since nobody would see a sum of
 every system proves before that it sums, see `prove`.
 
 Horovod is measured where it can be imported; CONTRIBUTING.md tells how to build it. Its thread
-wakes every millisecond, also while others have their turn, and so takes something from all.
+meets the others' every millisecond by MPI, which spins, so it is there in its own turns only.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import os
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from mpi4py import MPI
 import bagua.torch
 from bagua.algorithms import Algorithm, GradientAllreduce
 from benchmarks.algorithms import distributed
+from benchmarks.measure import Turns
 
 
 class Bagua:
@@ -114,7 +116,14 @@ class Horovod:
 
     def __init__(self) -> None:
         self._hvd = importlib.import_module("horovod.torch")
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
         self._hvd.init()
+        try:
+            yield
+        finally:
+            self._hvd.shutdown()
 
     def allreduce(self, tensor: torch.Tensor, name: str) -> None:
         self._hvd.allreduce_(tensor, name=name, op=self._hvd.Sum)
@@ -132,7 +141,8 @@ class Horovod:
 
     def trainer(self, model: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        return model, self._hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        with self.turn():
+            return model, self._hvd.DistributedOptimizer(optimizer, model.named_parameters())
 
 
 def horovods() -> list[Horovod]:
@@ -144,8 +154,18 @@ def all_peers(comm: MPI.Comm) -> dict[str, Any]:
     """Every system there is, ours first."""
     systems: list[Any] = [Bagua(), Gloo(comm), RawMpi(comm), Alone(), *horovods()]
     for system in systems:
-        prove(system, comm)
+        with turn_of(system):
+            prove(system, comm)
     return {system.name: system for system in systems}
+
+
+def turn_of(system: Any) -> contextlib.AbstractContextManager[None]:
+    """What has to be there while a system is measured, and not while another one is."""
+    return system.turn() if hasattr(system, "turn") else contextlib.nullcontext()
+
+
+def turns(systems: Mapping[str, Any]) -> Turns:
+    return {name: partial(turn_of, system) for name, system in systems.items()}
 
 
 def prove(system: Any, comm: MPI.Comm) -> None:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,9 @@ class Turns:
 
     def __init__(self, system: Any, inputs: Any, algorithm: Algorithm | None = None) -> None:
         from benchmarks.models import mlp
+        from benchmarks.peers import turn_of
 
+        self._turn_of = partial(turn_of, system)
         self._model, self._optimizer = system.trainer(mlp())
         self._inputs = inputs
         self._times: list[float] = []
@@ -63,6 +66,10 @@ class Turns:
 
     def take(self, meet: Run, counts: bool) -> None:
         """The first step finds the caches full of somebody else's data and is not counted."""
+        with self._turn_of():
+            self._take(meet, counts)
+
+    def _take(self, meet: Run, counts: bool) -> None:
         from benchmarks.models import step
 
         step(self._model, self._optimizer, self._inputs)

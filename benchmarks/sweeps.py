@@ -30,7 +30,7 @@ def sizes(quick: bool) -> Figures:
 
     import bagua.torch
     from benchmarks.measure import interleaved
-    from benchmarks.peers import all_peers, zeros
+    from benchmarks.peers import all_peers, turns, zeros
 
     bagua.torch.init()
     comm = MPI.COMM_WORLD
@@ -43,7 +43,9 @@ def sizes(quick: bool) -> Figures:
         runs["bagua arena"] = partial(peers["bagua"].allreduce, arena, f"a{nbytes}")
         runs["memcpy"] = partial(other.copy_, tensor)
         rounds = 1 if quick else 20 if nbytes <= 1 << 16 else 6 if nbytes <= 1 << 22 else 3
-        figures[str(nbytes)] = medians(interleaved(runs, rounds, comm.Barrier), comm)
+        figures[str(nbytes)] = medians(
+            interleaved(runs, rounds, comm.Barrier, turns=turns(peers)), comm
+        )
     return figures
 
 

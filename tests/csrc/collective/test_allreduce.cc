@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <numeric>
 
 #include "collective/jobs.h"
 #include "common/errors.h"
@@ -60,6 +61,33 @@ TEST_P(Allreduces, AllreduceIsRightAndEqualInBits) {
       check_allreduce(*row, GetParam(), ReduceOp::kSum, count, {1, 0.5});
       if (HasFatalFailure()) return;
     }
+  }
+}
+
+TEST(AllreduceChoice, IsWhatWasMeasured) {
+  const auto chosen = [](int n, size_t nbytes, DType dtype = DType::kF32) {
+    std::string name;
+    std::vector<int> nodes(static_cast<size_t>(n));
+    std::iota(nodes.begin(), nodes.end(), 0);
+    with_jobs(
+        n, dtype,
+        [&](int rank, Job& job) {
+          job.count = static_cast<int64_t>(nbytes / job.item());
+          if (rank == 0) name = choose_collective(OpKind::kAllreduce, job, "auto").name;
+        },
+        nodes);
+    return name;
+  };
+  for (const int n : {2, 3, 15}) {
+    EXPECT_EQ(chosen(n, 1 << 10), "gather_reduce");
+    EXPECT_EQ(chosen(n, 4 << 10), "scatter_reduce");
+    EXPECT_EQ(chosen(n, 64 << 20), "scatter_reduce");
+  }
+  for (const int n : {16, 40}) {
+    EXPECT_EQ(chosen(n, 16 << 10), "gather_reduce");
+    EXPECT_EQ(chosen(n, 32 << 10), "halving");
+    EXPECT_EQ(chosen(n, 8 << 20), "ring");
+    EXPECT_EQ(chosen(n, 8 << 20, DType::kBF16), "scatter_reduce");  // others round it too often
   }
 }
 
