@@ -29,6 +29,7 @@ _numbers = itertools.count()
 class BetweenSteps:
     """See the module."""
 
+    equal_now = False  # whether all replicas are
     skips = False  # gradients are the optimizer's own business
 
     def __init__(
@@ -139,6 +140,9 @@ class BetweenSteps:
     def _piece_nbytes(self) -> float:
         """What is exchanged at a time, at most, if it is more than one parameter."""
         return float(world().config.bucket_mb * 2**20)
+
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        return [pair for piece in self._pieces for pair in zip(piece.names, piece.params)]
 
     def _name(self, param: torch.Tensor) -> str:
         return self._names.setdefault(param, f"parameter.{len(self._names)}")

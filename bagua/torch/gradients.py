@@ -43,6 +43,8 @@ _in_backward: dict[int, list[weakref.ref[Gradients]]] = {}
 class Gradients:
     """See the module."""
 
+    equal_now = True  # all replicas are, at any time
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

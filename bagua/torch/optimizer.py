@@ -89,6 +89,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         }
         self._step = 0
         self._since = 0  # the step from which the algorithm counts
+        self._compared = 0  # the last step after which replicas were compared
         self._resting = False  # nothing is begun in the background
         self._loaded: dict[str, Any] | None = None  # of an algorithm that comes with the next step
         self._algorithm = self._checked(algorithm or world().config.algorithm)
@@ -275,11 +276,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _check_replicas(self) -> None:
         every = int(world().config.check_replicas_every)
-        if not every or not isinstance(self._driver, Gradients):
+        if not every or not self._driver.equal_now:
             return
         capture.refuse("check_replicas_every has the host look at weights")
-        if self._step % every:
+        if self._step // every == self._compared // every:
             return
+        self._compared = self._step
         safety.check_replicas(self._driver.named(), "replicas", self._process_set)
 
     # GradScaler would hand its scale to this object; so it unscales the gradients itself.

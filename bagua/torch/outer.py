@@ -25,6 +25,10 @@ class Outer(BetweenSteps):
 
     _launched = False
 
+    @property
+    def equal_now(self) -> bool:  # type: ignore[override]
+        return self._exchange.when == "step" and self._due()
+
     def _build(self) -> None:
         super()._build()
         self._common = [piece.flat.clone() for piece in self._pieces]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from bagua.algorithms import Algorithm, PerParameter
+from bagua.algorithms import Algorithm, LocalSGD, PerParameter
 from bagua.common.world import world
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
@@ -43,6 +43,21 @@ def test_replicas_that_differ_are_named(everyone, hvd, setting):
                 optimizer.step()
             break
         optimizer.step()
+
+
+def test_replicas_are_compared_at_the_end_of_a_round(everyone, hvd, setting):
+    setting(check_replicas_every=2)
+    param = nn.Parameter(torch.zeros(5))
+    sgd = torch.optim.SGD([param], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd, [("w", param)], algorithm=LocalSGD(every=3))
+    for step in range(9):
+        param.grad = torch.full_like(param, float(everyone.me))  # replicas differ in between
+        if step == 8 and everyone.size > 1:
+            optimizer._driver._common[0] += everyone.me  # as a defect would
+            with pytest.raises(hvd.ReplicasDifferError, match="w is not the same"):
+                optimizer.step()
+        else:
+            optimizer.step()
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
