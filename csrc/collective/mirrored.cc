@@ -3,9 +3,10 @@
 // and copies w of this rank, l and r of its neighbors become
 //   z = x + l/3 + r/3 - 5/3 w;  w += Q(z);  l += Q(z of the left);  r += Q(z of the right);  x = w
 // so that l always is the left neighbor's w, bit by bit, if both began alike. Of two ranks either
-// is both neighbors of the other. This rank's own values are final before anything has arrived.
-// Steps: 1. Bytes sent per rank: N for each neighbor, in the
-// codec's bytes.
+// is both neighbors of the other. Where ranks stand for more than themselves, a neighbor that
+// stands for fewer counts by so much less, and the mean over all stays what it is. This rank's own
+// values are final before anything has arrived. Steps: 1. Bytes sent per rank: N for each neighbor,
+// in the codec's bytes.
 #include <algorithm>
 #include <vector>
 
@@ -20,9 +21,15 @@ constexpr int64_t kPart = 4096;
 // How far this rank has moved, all ranks' copies considered.
 void difference(const float* x, const Job& job, int64_t at, int64_t n, float* z) {
   const float *w = job.kept[0] + at, *l = job.kept[1] + at, *r = job.kept[2] + at;
-  const float share = 1.0f / static_cast<float>(job.weight_of(job.group.me()));
+  const double mine = job.weight_of(job.group.me());
+  const auto counts = [&](int d) {
+    return std::min(1.0, job.weight_of(job.group.neighbor(d)) / mine);
+  };
+  const auto share = static_cast<float>(1 / mine);
+  const auto left = static_cast<float>(counts(-1)), right = static_cast<float>(counts(1));
+  const auto own = static_cast<float>((3 + counts(-1) + counts(1)) / 3);
   for (int64_t i = 0; i < n; ++i)
-    z[i] = x[i] * share + l[i] / 3.0f + r[i] / 3.0f - (5.0f / 3.0f) * w[i];
+    z[i] = x[i] * share + left * l[i] / 3.0f + right * r[i] / 3.0f - own * w[i];
 }
 
 }  // namespace

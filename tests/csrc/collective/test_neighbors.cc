@@ -240,6 +240,40 @@ TEST(Mirrored, IsWhatOneLoopOverAllRanksGives) {
       }
 }
 
+// Nodes that do not move any more come to agree on the mean of all ranks, however many each has.
+TEST(Mirrored, NodesAgreeOnTheMeanOfAllRanks) {
+  const Coding coding = parse_coding("fp16");
+  constexpr size_t kCount = 3000;
+  for (const auto& node_of : std::vector<std::vector<int>>{
+           {0, 0, 1, 1}, {0, 0, 0, 1}, {0, 1, 1, 0, 1}, {0, 0, 1, 2, 2, 2, 3}}) {
+    const auto n = static_cast<int>(node_of.size());
+    with_jobs(
+        n, DType::kF32,
+        [&](int rank, Job& job) {
+          Floats x(kCount), w(kCount), l(kCount), r(kCount), mean(kCount);
+          for (size_t i = 0; i < kCount; ++i) {
+            x[i] = moved(static_cast<size_t>(rank), 0, i);
+            for (int other = 0; other < n; ++other)
+              mean[i] += moved(static_cast<size_t>(other), 0, i) / static_cast<float>(n);
+          }
+          job.op = ReduceOp::kAverage;
+          job.count = kCount;
+          job.coding = &coding;
+          job.exact_in_nodes = true;
+          job.kept = {w.data(), l.data(), r.data()};
+          job.data = reinterpret_cast<char*>(x.data());
+          for (int round = 0; round < 60; ++round) {
+            job.peers = {Peers::kRing, round};
+            const Collective& row = choose_collective(OpKind::kAllreduce, job, "auto");
+            ASSERT_STREQ(row.name, "hierarchical");
+            row.run(job);
+          }
+          for (size_t i = 0; i < kCount; ++i) ASSERT_NEAR(x[i], mean[i], 1e-3) << i;
+        },
+        node_of);
+  }
+}
+
 TEST(Mirrored, OwnValuesAreFinalBeforeAnythingHasArrived) {
   const Coding coding = parse_coding("minmax_u8");
   std::promise<void> there;
