@@ -115,8 +115,8 @@ class Exchange:
             raise UsageError(f"sync_interval_ms is at least 0, not {self.sync_interval_ms}")
 
     def _check_peers(self) -> None:
-        if self.seed < 0 or self.seed != int(self.seed):
-            raise UsageError(f"seed is a whole number from 0 on, not {self.seed}")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise UsageError(f"seed is a whole number from 0 to below 2**63, not {self.seed!r}")
         if self.seed and self.peers != "random":
             raise UsageError(f"seed is for peers='random', not {self.peers!r}")
         if self.what != "grad" and self.op != ReduceOp.Average:

@@ -219,7 +219,8 @@ class BetweenSteps:
                 if what not in values or flat is None:
                     continue  # what it has not, began with this run's algorithm
                 for name, view in zip(piece.names, piece.views_of(flat)):
-                    view.copy_(values[what][name])
+                    if name in values[what]:
+                        view.copy_(values[what][name])
 
     # ---- what a user may want to know ----------------------------------------------------------
 

@@ -471,7 +471,8 @@ class Gradients:
         loaded, self._loaded, self._state_due = self._loaded, None, False
         had_loaded = loaded is not None
         name = f"{self._plan.prefix}.state"
-        if not kept.agrees(loaded, self._identity(), name, self._process_set):
+        loses = lost.something(self._buckets)  # else it is of buckets, and little
+        if not kept.agrees(loaded, self._identity(), name, self._process_set, warns=loses):
             loaded = None
         if loaded is not None:
             _, learned, buckets = loaded["layout"]

@@ -1,7 +1,7 @@
 """What an algorithm keeps from step to step, as part of the optimizer's `state_dict()`.
 
-It is this rank's own: a checkpoint that one rank writes for all brings the others nothing, nor does
-one of another number of ranks. Then, which a warning tells, it begins anew: what encoding had lost
+It is this rank's own, but for the layout of buckets: a checkpoint that one rank writes for all
+brings the others nothing else, nor does one of another number of ranks. Then, which a warning tells, it begins anew: what encoding had lost
 is lost, and copies of neighbors are made of the weights there are.
 """
 
@@ -31,7 +31,11 @@ def identity(
 
 
 def agrees(
-    state: dict[str, Any] | None, mine: dict[str, object], name: str, process_set: ProcessSet
+    state: dict[str, Any] | None,
+    mine: dict[str, object],
+    name: str,
+    process_set: ProcessSet,
+    warns: bool = True,
 ) -> bool:
     """Whether all ranks can take up what they have loaded; warns if some have and cannot.
 
@@ -40,7 +44,7 @@ def agrees(
     problem, layout = "", None
     if state is not None:
         for what, value in mine.items():
-            theirs = state["identity"][what]
+            theirs = state["identity"].get(what, value)  # a layout is everybody's
             if theirs != value:
                 both = f" {theirs}, this is {value}" if what != "parameters" else " others"
                 problem = f"it is of {what}{both}"
@@ -51,7 +55,7 @@ def agrees(
     problems = [text for text, _ in everyone if text]
     if any(theirs != layout for _, theirs in everyone):
         problems.append("ranks have checkpoints of different steps, or none")
-    if problems:
+    if problems and warns:
         warnings.warn(
             "what the algorithm had kept cannot be taken up from this checkpoint and begins anew: "
             f"{problems[0]}. Let every rank save and load one of its own to go on in the same bits",

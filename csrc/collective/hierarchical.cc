@@ -4,7 +4,7 @@
 // per node: 2 * (k-1)/k * N for k nodes, as if each were one rank; twice that for 16-bit floats,
 // whose sums travel as fp32 so that each is rounded once. How the leaders do it is chosen as for
 // any allreduce, through the job's codec and with its peers if it has any; then a node is one peer,
-// which counts by its ranks. scatter_reduce overlaps with the work inside the node, segment by
+// which counts by its ranks. Pipelined rows overlap with the work inside the node, segment by
 // segment.
 #include <algorithm>
 #include <map>
@@ -136,7 +136,7 @@ void lead(Job& job, Group& far, int leader, int leaders, int64_t at, int64_t cou
     neighbors.share(slice.begin + begin, n);
   };
   const Collective& row = choose_collective(OpKind::kAllreduce, across, job.between_nodes);
-  if (job.chosen) job.chosen(row, across);
+  if (job.chosen && far.size() > 1) job.chosen(row, across);
   if (!row.pipelined) across.prepare(0, slice.count);
   row.run(across);
   if (!row.pipelined) across.arrived(0, slice.count);

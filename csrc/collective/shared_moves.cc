@@ -34,14 +34,15 @@ class Move {
         sources_(given_.size()) {
     int64_t total = 0;
     for (int i = 0; i < group_.size(); ++i) {
-      if (i == group_.me()) continue;
       const Run& run = given_[at(i)];
       most_ = std::max(most_, run.nbytes);
       total += run.nbytes;
-      shown_ = shown_ && (run.nbytes == 0 || !find(run.data, run.nbytes).nowhere());
+      if (i != group_.me())
+        shown_ = shown_ && (run.nbytes == 0 || !find(run.data, run.nbytes).nowhere());
     }
     shown_ = shown_ && most_ > kCopiedNbytes;
-    pace_ = &job.scratch.stage_pace(kind, static_cast<size_t>(total));
+    const bool given_by_one = kind == OpKind::kBroadcast;
+    pace_ = &job.scratch.stage_pace(kind, given_by_one ? job.nbytes() : static_cast<size_t>(total));
     past_ = pace_->last();
   }
 
@@ -62,7 +63,8 @@ class Move {
       take(begin_, step_);
     }
     stream_fence();
-    if (longest_ > 0) pace_->took(past_, (now_s() - began_s) / static_cast<double>(longest_));
+    if (longest_ > 0 && !all_shown_)
+      pace_->took(past_, (now_s() - began_s) / static_cast<double>(longest_));
     group_.leave();
     if (shown_) group_.settle();  // the caller may write to it when this is over
   }
@@ -116,7 +118,7 @@ class Move {
       if (run.nbytes > 0) note.place = shown_ ? find(run.data, run.nbytes) : find(part_of(i), 1);
       return note;
     });
-    bool all_shown = shown_ || most_ == 0;
+    all_shown_ = shown_ || most_ == 0;
     longest_ = most_;
     if (group_.me() == 0) past_ = way;
     for (int i = 0; i < group_.size(); ++i) {
@@ -127,9 +129,9 @@ class Move {
       if (!note.place.nowhere()) source.data = group_.at(i, note.place);
       if (i == 0) past_ = static_cast<int>(note.number >> 1 & 1);
       longest_ = std::max(longest_, note.number >> 2);
-      all_shown = all_shown && (source.shown || note.number >> 2 == 0);
+      all_shown_ = all_shown_ && (source.shown || note.number >> 2 == 0);
     }
-    if (all_shown) step_ = std::max(longest_, step_);
+    if (all_shown_) step_ = std::max(longest_, step_);
     return now_s() - waits_s;
   }
 
@@ -141,6 +143,7 @@ class Move {
   std::vector<Source> sources_;
   int64_t most_ = 0, longest_ = 0;  // of what I give, of what anybody gives
   bool shown_ = true;               // what I give is read where it is
+  bool all_shown_ = false;          // so is what anybody gives
   char* stage_ = nullptr;
   Pace* pace_;
   int past_;  // the caches, into the stage
@@ -167,9 +170,7 @@ class Landing {
   Landing(Job& job, int64_t nbytes)
       : job_(job), past_(nbytes >= static_cast<int64_t>(kStreamNbytes)) {}
   bool past() const { return past_; }  // the caches
-  // Bytes of a piece, as far as there are any.
   void put(char* to, const char* from, int64_t nbytes) const {
-    if (nbytes <= 0) return;
     if (past_) return job_.stream(to, from, static_cast<size_t>(nbytes));
     copy(job_.group, to, from, static_cast<size_t>(nbytes));
   }
@@ -186,8 +187,8 @@ void take_blocks(Job& job, Move& move, const std::vector<int64_t>& ends) {
     for (int d = 1; d < job.group.size(); ++d) {
       const int i = job.group.neighbor(d);
       const int64_t at = ends[static_cast<size_t>(i)] + begin;
-      landing.put(job.out + at, move.of(i),
-                  std::min(nbytes, ends[static_cast<size_t>(i) + 1] - at));
+      const int64_t left = std::min(nbytes, ends[static_cast<size_t>(i) + 1] - at);
+      if (left > 0) landing.put(job.out + at, move.of(i), left);
     }
   });
 }
@@ -201,7 +202,8 @@ void shared_broadcast(Job& job) {
   Move move(job, OpKind::kBroadcast, std::vector<Run>(job.group.size(), given), true);
   const Landing landing(job, all);
   move.run([&](int64_t begin, int64_t nbytes) {
-    if (!root) landing.put(job.data + begin, move.of(job.root), std::min(nbytes, all - begin));
+    const int64_t left = std::min(nbytes, all - begin);
+    if (!root && left > 0) landing.put(job.data + begin, move.of(job.root), left);
   });
 }
 

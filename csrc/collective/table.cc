@@ -8,7 +8,8 @@ namespace {
 
 // What was fastest between nodes of one rank each on links of 1 Gbit/s, by `python -m
 // benchmarks.network --ranks 1 --hosts 2`, 4, 8 and 16: from so many ranks and bytes on, up to the
-// next line. Where rows differ by less than 10 % it is the one that also carries 16-bit floats.
+// next line. Where rows differ by less than 5 %, of the better of two runs, it is the one that also
+// carries 16-bit floats.
 struct Fastest {
   int ranks;
   size_t nbytes;

@@ -79,15 +79,15 @@ class Engine {
   void stop();
   bool wait_stopped(double timeout_s);
   FailurePtr failure();  // what ended the engine, or null
-  // This process is a forked child, which has neither the sockets nor the engine's thread of the
-  // engine: who submits or waits here is refused.
+  // This process is a forked child, which has neither the sockets nor the thread: who submits or
+  // waits here is refused.
   void abandon() { in_child_ = true; }
 
   // Bytes this rank has sent in exchanges, and exchanges run. Any thread.
   int64_t sent_nbytes() const { return sent_nbytes_.load(std::memory_order_relaxed); }
-  // Bytes of memory read and written for exchanges.
   // How often a helper has joined in a reduction.
   int64_t helped_count() const { return crew_ ? crew_->joined() : 0; }
+  // Bytes of memory read and written for exchanges.
   int64_t touched_nbytes() const { return touched_nbytes_.load(std::memory_order_relaxed); }
   int64_t exchange_count() const { return exchange_count_.load(std::memory_order_relaxed); }
   int64_t message_count() const { return message_count_.load(std::memory_order_relaxed); }

@@ -30,6 +30,19 @@ uint64_t dropped(const std::string& group, bool v2) {
   return sum;
 }
 
+// Version 1 limits memory and swap together.
+uint64_t swap_left(const std::string& group, bool v2) {
+  const std::string prefix = group + (v2 ? "/memory.swap." : "/memory.memsw.");
+  uint64_t most = 0;
+  if (!(std::ifstream(prefix + (v2 ? "max" : "limit_in_bytes")) >> most)) return UINT64_MAX;
+  const uint64_t used = number_in(prefix + (v2 ? "current" : "usage_in_bytes"));
+  const uint64_t left = most - std::min(most, used);
+  if (v2) return left;
+  const uint64_t memory = number_in(group + "/memory.limit_in_bytes");
+  const uint64_t memory_used = number_in(group + "/memory.usage_in_bytes");
+  return left - std::min(left, memory - std::min(memory, memory_used));
+}
+
 void look_at(const std::string& group, bool v2, std::optional<GroupLimit>& least) {
   GroupLimit limit;
   limit.file = group + (v2 ? "/memory.max" : "/memory.limit_in_bytes");
@@ -37,6 +50,7 @@ void look_at(const std::string& group, bool v2, std::optional<GroupLimit>& least
   if (limit.nbytes == 0) return;
   const uint64_t used = number_in(group + (v2 ? "/memory.current" : "/memory.usage_in_bytes"));
   limit.used_nbytes = used - std::min(used, dropped(group, v2));
+  limit.swap_nbytes = swap_left(group, v2);
   if (!least || limit.left() < least->left()) least = limit;
 }
 
@@ -72,7 +86,9 @@ void refuse_beyond_limits(size_t nbytes, const std::string& root) {
   if (nbytes > has) throw UsageError(wish + "all memory of this machine is " + std::to_string(has));
   const std::optional<GroupLimit> limit = group_limit(root);
   // What can be swapped out makes room.
-  if (limit && nbytes > limit->left() + machine.freeswap * machine.mem_unit)
+  const uint64_t swap =
+      limit ? std::min<uint64_t>(machine.freeswap * machine.mem_unit, limit->swap_nbytes) : 0;
+  if (limit && nbytes > limit->left() + swap)
     throw UsageError(wish + limit->file + " allows " + std::to_string(limit->nbytes) + ", " +
                      std::to_string(limit->used_nbytes) +
                      " of them are in use; raise that limit, or run fewer ranks under it");

@@ -15,6 +15,7 @@ struct GroupLimit {
   std::string file;  // where it is set
   uint64_t nbytes = 0;
   uint64_t used_nbytes = 0;  // less what the kernel drops before it runs out: caches of files
+  uint64_t swap_nbytes = UINT64_MAX;  // what may be swapped out besides, if the machine can
   uint64_t left() const { return nbytes > used_nbytes ? nbytes - used_nbytes : 0; }
 };
 

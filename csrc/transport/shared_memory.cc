@@ -83,8 +83,9 @@ class Segment::Family {
   std::set<Segment*> segments_;
 };
 
-Segment::Segment(size_t nbytes) : nbytes_(round_up(std::max<size_t>(nbytes, 1), kPage)) {
-  refuse_beyond_limits(nbytes_);
+Segment::Segment(size_t nbytes, size_t wanted)
+    : nbytes_(round_up(std::max<size_t>(nbytes, 1), kPage)) {
+  refuse_beyond_limits(std::min(nbytes_, wanted));
   const int fd = ::memfd_create("bagua", MFD_CLOEXEC);
   if (fd < 0) fail("make", nbytes_, errno);
   if (::ftruncate(fd, static_cast<off_t>(nbytes_)) != 0) {
@@ -157,17 +158,17 @@ Arenas::Piece Arenas::take(size_t nbytes) {
     for (auto it = free.begin(); it != free.end(); ++it)
       if (it->second >= nbytes) return take_from(number, it);
   }
-  const uint32_t number = add_segment(std::max(nbytes, kMinSegment));
+  const uint32_t number = add_segment(std::max(nbytes, kMinSegment), nbytes);
   return take_from(number, segments_[number].free.begin());
 }
 
-uint32_t Arenas::add_segment(size_t nbytes) {
+uint32_t Arenas::add_segment(size_t nbytes, size_t wanted) {
   uint32_t number = 0;
   while (number < segments_.size() && segments_[number].memory) ++number;
   if (number == kMaxSegments)
     throw UsageError("there are " + std::to_string(kMaxSegments) +
                      " segments of shared memory in use already");
-  auto memory = std::make_unique<Segment>(nbytes);
+  auto memory = std::make_unique<Segment>(nbytes, wanted);
   if (number == segments_.size()) segments_.emplace_back();
   Owned& owned = segments_[number];
   owned.memory = std::move(memory);

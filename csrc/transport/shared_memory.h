@@ -15,8 +15,9 @@ namespace bagua {
 // One mapped anonymous file.
 class Segment {
  public:
-  // Makes one; its pages read as zeros and take memory once they are touched.
-  explicit Segment(size_t nbytes);
+  // Makes one, of which so many bytes are wanted now; its pages read as zeros and take memory once
+  // they are touched.
+  explicit Segment(size_t nbytes, size_t wanted = SIZE_MAX);
   // Maps one that another process has made. One of this process, whose ranks are threads then, is
   // at the same addresses for all of them, so that ThreadSanitizer sees who reads what others
   // write.
@@ -79,7 +80,7 @@ class Arenas : public std::enable_shared_from_this<Arenas> {
     }
   };
   Piece take(size_t nbytes);
-  uint32_t add_segment(size_t nbytes);
+  uint32_t add_segment(size_t nbytes, size_t wanted);
   void give_back(const Piece& piece);
 
   const int pid_;

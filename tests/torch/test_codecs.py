@@ -404,6 +404,35 @@ def test_the_optimizers_state_is_broadcast_without_it(everyone, hvd):
     assert everyone.size == 1 or kept.any()
 
 
+@pytest.mark.parametrize("algorithm", [_SIGN1, DiLoCo(every=2), Algorithm(codec="raw")], ids=repr)
+def test_goes_on_with_another_algorithm_than_the_checkpoint(everyone, hvd, algorithm, recwarn):
+    blocks = ByteGrad(hierarchical=False)
+    for before, after in ((blocks, algorithm), (algorithm, blocks)):
+        model, optimizer = _resumable(hvd, 0.02, before)
+        _step(everyone, model, optimizer, 0)
+        state = copy.deepcopy(optimizer.state_dict())
+        model, optimizer = _resumable(hvd, 0.02, after)
+        optimizer.load_state_dict(state)
+        for step in range(1, 5):
+            _step(everyone, model, optimizer, step)
+        optimizer.settle()
+        _assert_equal_replicas(hvd, model)
+
+
+def test_one_layout_for_all_is_no_reason_to_warn(everyone, hvd, recwarn):
+    blocks = ByteGrad(hierarchical=False)
+    model, optimizer = _resumable(hvd, 0.02, blocks)
+    _step(everyone, model, optimizer, 0)
+    state = copy.deepcopy(optimizer.state_dict())
+    model, optimizer = _resumable(hvd, 0.02, blocks)
+    if everyone.me == 0:
+        optimizer.load_state_dict(state)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    _step(everyone, model, optimizer, 1)
+    _assert_equal_replicas(hvd, model)
+    assert not [w for w in recwarn if "begins anew" in str(w.message)]
+
+
 @pytest.mark.parametrize("how", ["of another size", "of rank 0 alone", "of another step"])
 def test_a_checkpoint_that_does_not_fit_begins_anew(everyone, hvd, how):
     def change(state):

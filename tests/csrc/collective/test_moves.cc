@@ -42,7 +42,7 @@ class Moves : public EveryCase {
         [](int from, int to) { return from == to ? 5 : 0; },
         [](int from, int to) { return (from * 3 + to) % 4; },
         [](int from, int) { return from == 1 ? 1000 : 0; },
-        [segment](int from, int) { return from == 1 ? 2 * segment + 5 : from; },
+        [this, segment](int from, int) { return from + 1 == n() ? 2 * segment + 5 : from; },
         [segment](int from, int to) { return from == 0 && to == 0 ? 1 : segment + from - to; },
     };
   }
@@ -163,6 +163,46 @@ TEST(SharedMoves, ReadNothingAfterwards) {
         ASSERT_EQ(std::count(values, values + kCount, expected), kCount) << again;
       }
     });
+}
+
+// Results beyond the caches, again and again: stages are written in both ways, and every input is
+// overwritten as soon as an exchange is over.
+TEST(SharedMoves, OfLargeResults) {
+  constexpr int64_t kCount = 2'100'007;  // of which a rank gets more than 8 MB
+  for (const OpKind kind :
+       {OpKind::kBroadcast, OpKind::kAllgather, OpKind::kAlltoall, OpKind::kReducescatter})
+    for (const Where where : kEverywhere)
+      with_jobs(2, DType::kF32, [&](int rank, Job& job) {
+        const auto data = allocate(job, where, 2 * kCount * sizeof(float));
+        auto* in = reinterpret_cast<float*>(data.get());
+        std::vector<float> out(2 * kCount);
+        job.data = data.get();
+        job.in = data.get();
+        job.out = reinterpret_cast<char*>(out.data());
+        job.root = 1;
+        job.count = kCount;
+        job.in_counts = job.out_counts = {kCount, kCount};
+        for (int again = 0; again < 5; ++again) {
+          const auto value = [&](int r, int64_t i) {
+            return static_cast<float>((i + 1000 * again + 10 * r) % 999);
+          };
+          for (int64_t i = 0; i < 2 * kCount; ++i) in[i] = value(rank, i);
+          rows_of(kind).front()->run(job);
+          for (int64_t i = 0; i < kCount; i += 97) {
+            const int64_t mine = i + rank * kCount;  // of what others have for this rank
+            if (kind == OpKind::kBroadcast) {
+              ASSERT_EQ(in[i], value(1, i));
+            } else if (kind == OpKind::kReducescatter) {
+              ASSERT_EQ(out[static_cast<size_t>(i)], value(0, mine) + value(1, mine));
+            } else {
+              const bool all = kind == OpKind::kAllgather;
+              ASSERT_EQ(out[static_cast<size_t>(i)], value(0, all ? i : mine));
+              ASSERT_EQ(out[static_cast<size_t>(i + kCount)], value(1, all ? i : mine));
+            }
+          }
+          std::fill_n(in, kind == OpKind::kBroadcast ? 0 : 2 * kCount, -1.0f);
+        }
+      });
 }
 
 // What lies in an arena is read once and written once by everyone who gets it.

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <utility>
 
 #include "common/errors.h"
 
@@ -79,6 +80,24 @@ TEST_F(Machine, OfVersion1IsFoundInAContainer) {
   write("/sys/fs/cgroup/memory/memory.stat",
         "inactive_file 1\ntotal_inactive_file 500\ntotal_active_file 60");
   expect("/sys/fs/cgroup/memory/memory.limit_in_bytes", 4000, 2400);
+}
+
+TEST_F(Machine, MaySwapAsMuchAsItsGroup) {
+  write("/proc/self/cgroup", "0::/");
+  group2("", "1000", 100);
+  EXPECT_EQ(group_limit(root)->swap_nbytes, UINT64_MAX);
+  write("/sys/fs/cgroup/memory.swap.current", "30");
+  for (const auto& [most, left] :
+       {std::pair<const char*, uint64_t>{"max", UINT64_MAX}, {"0", 0}, {"100", 70}}) {
+    write("/sys/fs/cgroup/memory.swap.max", most);
+    EXPECT_EQ(group_limit(root)->swap_nbytes, left) << most;
+  }
+  write("/proc/self/cgroup", "4:memory:/");  // version 1 counts swap and memory together
+  write("/sys/fs/cgroup/memory/memory.limit_in_bytes", "1000");
+  write("/sys/fs/cgroup/memory/memory.usage_in_bytes", "800");
+  write("/sys/fs/cgroup/memory/memory.memsw.limit_in_bytes", "1500");
+  write("/sys/fs/cgroup/memory/memory.memsw.usage_in_bytes", "900");
+  EXPECT_EQ(group_limit(root)->swap_nbytes, 400u);
 }
 
 TEST_F(Machine, ThatUsesMoreThanIsAllowedLeavesNothing) {
