@@ -1,8 +1,9 @@
 """What an algorithm keeps from step to step, as part of the optimizer's `state_dict()`.
 
 It is this rank's own, but for the layout of buckets: a checkpoint that one rank writes for all
-brings the others nothing else, nor does one of another number of ranks. Then, which a warning tells, it begins anew: what encoding had lost
-is lost, and copies of neighbors are made of the weights there are.
+brings the others nothing else, nor does one of another number of ranks. Then, which a warning
+tells, it begins anew: what encoding had lost is lost, and copies of neighbors are made of the
+weights there are.
 """
 
 from __future__ import annotations

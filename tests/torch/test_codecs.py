@@ -410,9 +410,9 @@ def test_goes_on_with_another_algorithm_than_the_checkpoint(everyone, hvd, algor
     for before, after in ((blocks, algorithm), (algorithm, blocks)):
         model, optimizer = _resumable(hvd, 0.02, before)
         _step(everyone, model, optimizer, 0)
-        state = copy.deepcopy(optimizer.state_dict())
+        own = {k: v for k, v in optimizer.state_dict().items() if k == "bagua"}
         model, optimizer = _resumable(hvd, 0.02, after)
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(optimizer.state_dict() | copy.deepcopy(own))
         for step in range(1, 5):
             _step(everyone, model, optimizer, step)
         optimizer.settle()
