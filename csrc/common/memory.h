@@ -20,7 +20,9 @@ constexpr size_t whole_lines(size_t nbytes) {
 inline std::shared_ptr<char> allocate_lines(size_t nbytes) {
   char* memory =
       static_cast<char*>(std::aligned_alloc(kLineNbytes, whole_lines(nbytes ? nbytes : 1)));
-  if (!memory) throw InternalError("cannot allocate " + std::to_string(nbytes) + " bytes");
+  if (!memory)
+    throw UsageError("cannot allocate " + std::to_string(nbytes) +
+                     " bytes: there is no more memory, or no more is allowed (see ulimit -v)");
   return std::shared_ptr<char>(memory, std::free);
 }
 

@@ -282,7 +282,9 @@ bool Engine::turn(int timeout_us) {
   } catch (const Verdict& verdict) {
     poison(make_failure(verdict.kind(), verdict.what()));
   } catch (const Error& error) {
-    poison(verdict_on(make_failure(error.kind(), error.what())));
+    const bool mine = error.kind() == ErrorKind::kUsage;  // and too late to go on after it
+    poison(verdict_on(make_failure(
+        error.kind(), error.what() + std::string(mine ? "; that ended the exchanges" : ""))));
   } catch (const std::exception& error) {
     poison(make_failure(ErrorKind::kInternal, error.what()));
   }

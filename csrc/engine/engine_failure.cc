@@ -174,7 +174,10 @@ void Engine::poison(FailurePtr failure) {
     failure_ = failure;
   }
   log_.write(LogLevel::kInfo, "engine failed: " + failure->what);
-  const std::string fault = text_message(MessageType::kFault, failure->what);
+  // Who has heard of it from another rank tells the same; else it is this one's own.
+  const bool mine = failure->kind != ErrorKind::kPeer;
+  const std::string what = mine ? name_of(rank_) + " failed: " + failure->what : failure->what;
+  const std::string fault = text_message(MessageType::kFault, what);
   for (int rank = 0; rank < size_; ++rank) {
     const bool connected = rank != rank_ && (rank == 0 || rank_ == 0);
     if (connected && !left_[static_cast<size_t>(rank)]) channel_->send(rank, fault);

@@ -65,3 +65,28 @@ def test_small_files_are_no_matter_where_nothing_is_shared(run):
     for rank in range(2):
         assert result.stdout[rank] == "sum 2.0\nsends True\n", result
         assert WARNING not in result.stderr[rank], result
+
+
+LATE_LIMIT = """
+import resource
+import bagua
+
+bagua.init()
+shared = bagua.empty_shared(8 << 20)
+bagua.barrier()
+if bagua.rank() == 0:
+    now = int(open("/proc/self/statm").read().split()[0]) * 4096
+    resource.setrlimit(resource.RLIMIT_AS, (now + (8 << 20), -1))
+try:
+    bagua.allgather(shared) if OPERATION == "allgather" else bagua.allreduce_(shared)
+except bagua.BaguaError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("operation", ["allgather", "allreduce_"])
+def test_a_limit_met_in_an_exchange_is_told_with_its_rank(run_ranks, operation):
+    result = run_ranks(2, f"OPERATION = {operation!r}\n{LATE_LIMIT}")
+    mine, theirs = result.stdout
+    assert re.match(r"UsageError cannot .*ulimit -v.*that ended the exchanges", mine), result
+    assert re.match(r"PeerError rank 0 .*failed: cannot ", theirs), result
