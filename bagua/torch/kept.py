@@ -12,7 +12,12 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from bagua.algorithms import Algorithm
+from bagua.common.errors import UsageError
+from bagua.common.kinds import ReduceOp
+from bagua.common.numpy_ops import allreduce
 from bagua.common.objects import allgather_object
 from bagua.common.process_set import ProcessSet
 
@@ -50,9 +55,15 @@ def agrees(
                 both = f" {theirs}, this is {value}" if what != "parameters" else " others"
                 problem = f"it is of {what}{both}"
         layout = state["layout"]
-    everyone = allgather_object((problem, layout), name, process_set)
-    if not any(theirs for _, theirs in everyone):
+    # Where nobody has loaded, nobody has to say more; a rank that has joined leaves the flag alone.
+    flag = np.array([layout is not None], np.uint8)
+    flag = allreduce(flag, name=f"{name}.any", op=ReduceOp.Max, process_set=process_set)
+    if not flag[0]:
         return False
+    try:
+        everyone = allgather_object((problem, layout), name, process_set)
+    except UsageError:
+        everyone = [("a rank has joined already", layout)]
     problems = [text for text, _ in everyone if text]
     if any(theirs != layout for _, theirs in everyone):
         problems.append("ranks have checkpoints of different steps, or none")

@@ -450,3 +450,11 @@ def test_a_checkpoint_that_does_not_fit_begins_anew(everyone, hvd, how):
     with pytest.warns(UserWarning, match="begins anew"):
         model = _trained(hvd, everyone, 6, 3, change)
     _assert_equal_replicas(hvd, model)
+
+
+@pytest.mark.parametrize("algorithm", [ByteGrad(hierarchical=False), _SIGN1], ids=repr)
+def test_a_rank_without_any_batch_joins(everyone, hvd, algorithm):
+    model, optimizer = _resumable(hvd, 0.02, algorithm)
+    for step in range(3 if everyone.me == 0 else 0):
+        _step(everyone, model, optimizer, step)
+    assert hvd.join() == 0
