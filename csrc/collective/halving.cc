@@ -13,43 +13,42 @@ void halving(Job& job) {
   int p = 1;
   while (2 * p <= n) p *= 2;
   const int extra = n - p;  // ranks 0 to 2 * extra - 1 are partners, two by two
-  const auto all = [&](bool raw, bool final) { return Piece{job.data, job.count, raw, final}; };
-  const Piece none{job.data, 0, false, false};
+  const Piece all{job.data, job.count}, none{job.data, 0};
   if (me < 2 * extra && me % 2 == 1) {
-    pass(job, me - 1, all(true, false), me - 1, none, Landing::kReplace);
-    return pass(job, me - 1, none, me - 1, all(false, true), Landing::kReplace);
+    pass(job, me - 1, all.as_raw(), me - 1, none, Landing::kReplace);
+    return pass(job, me - 1, none, me - 1, all.as_final(), Landing::kReplace);
   }
   const bool has_partner = me < 2 * extra;
-  if (has_partner) pass(job, me + 1, none, me + 1, all(true, false), Landing::kReduce);
+  if (has_partner) pass(job, me + 1, none, me + 1, all.as_raw(), Landing::kReduce);
 
   const int place = has_partner ? me / 2 : me - extra;  // among the p that are left
   const auto peer_at = [&](int half) {
     const int other = place ^ half;
     return other < extra ? 2 * other : other + extra;
   };
-  const auto span = [&](int begin, int count, bool raw, bool final) {
+  const auto span = [&](int begin, int count) {
     const int64_t from = slice_of(job.count, p, begin).begin;
     const Slice last = slice_of(job.count, p, begin + count - 1);
-    return Piece{job.data + from * static_cast<int64_t>(job.item()), last.begin + last.count - from,
-                 raw, final};
+    return Piece{job.data + from * static_cast<int64_t>(job.item()),
+                 last.begin + last.count - from};
   };
   int begin = 0;  // of the slices that this rank still holds
   for (int half = p / 2; half > 0; half /= 2) {
     const int keep = begin + (place & half), give = begin + (~place & half);
     const int peer = peer_at(half);
-    const bool raw = half == p / 2 && !has_partner, last = half == 1;
-    pass(job, peer, span(give, half, raw, false), peer, span(keep, half, raw, last),
-         Landing::kReduce, last ? job.finish : Finish{});
+    const bool first = half == p / 2 && !has_partner, last = half == 1;
+    pass(job, peer, span(give, half).as_raw(first), peer,
+         span(keep, half).as_raw(first).as_final(last), Landing::kReduce,
+         last ? job.finish : Finish{});
     begin = keep;
   }
   for (int half = 1; half < p; half *= 2) {
     const int other = begin ^ half;
     const int peer = peer_at(half);
-    pass(job, peer, span(begin, half, false, false), peer, span(other, half, false, true),
-         Landing::kReplace);
+    pass(job, peer, span(begin, half), peer, span(other, half).as_final(), Landing::kReplace);
     begin &= ~half;
   }
-  if (has_partner) pass(job, me + 1, all(false, false), me + 1, none, Landing::kReplace);
+  if (has_partner) pass(job, me + 1, all, me + 1, none, Landing::kReplace);
 }
 
 }  // namespace bagua

@@ -12,6 +12,17 @@ struct Piece {
   int64_t count;
   bool raw = false;    // nobody has looked at them yet
   bool final = false;  // when they have come in
+
+  Piece as_raw(bool is = true) const {
+    Piece same = *this;
+    same.raw = is;
+    return same;
+  }
+  Piece as_final(bool is = true) const {
+    Piece same = *this;
+    same.final = is;
+    return same;
+  }
 };
 
 // What is done with a piece that comes in.

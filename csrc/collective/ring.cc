@@ -11,22 +11,15 @@ void ring(Job& job) {
   const int right = job.group.neighbor(1), left = job.group.neighbor(-1);
   const auto chunk = [&](int index) {
     const Slice slice = slice_of(job.count, n, (index % n + n) % n);
-    return Piece{job.data + slice.begin * static_cast<int64_t>(job.item()), slice.count, false,
-                 false};
+    return Piece{job.data + slice.begin * static_cast<int64_t>(job.item()), slice.count};
   };
   for (int s = 0; s < n - 1; ++s) {
     const bool last = s == n - 2;
-    Piece out = chunk(me - s), in = chunk(me - s - 1);
-    out.raw = s == 0;
-    in.raw = true;
-    in.final = last;
-    pass(job, right, out, left, in, Landing::kReduce, last ? job.finish : Finish{});
+    pass(job, right, chunk(me - s).as_raw(s == 0), left,
+         chunk(me - s - 1).as_raw().as_final(last), Landing::kReduce, last ? job.finish : Finish{});
   }
-  for (int s = 0; s < n - 1; ++s) {
-    Piece in = chunk(me - s);
-    in.final = true;
-    pass(job, right, chunk(me + 1 - s), left, in, Landing::kReplace);
-  }
+  for (int s = 0; s < n - 1; ++s)
+    pass(job, right, chunk(me + 1 - s), left, chunk(me - s).as_final(), Landing::kReplace);
 }
 
 }  // namespace bagua
