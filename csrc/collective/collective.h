@@ -99,9 +99,9 @@ struct Job {
 
   size_t item() const { return dtype_nbytes(dtype); }
   size_t nbytes() const { return static_cast<size_t>(count) * item(); }
-  // Copies past the caches; stream_fence() is due before others are told.
-  void stream(void* to, const void* from, size_t nbytes) const {
-    stream_copy(to, from, nbytes);
+  // Copies, if wished past the caches; then stream_fence() is due before others are told.
+  void copy(void* to, const void* from, size_t nbytes, bool past_caches) const {
+    (past_caches ? stream_copy : plain_copy)(to, from, nbytes, best_isa());
     group.touch(2 * nbytes);
   }
   // Reduces this many elements by the job's type and operation.

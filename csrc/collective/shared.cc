@@ -103,12 +103,7 @@ void staged(Job& job) {
       if (i == me) continue;
       char* place = stage.mine() + (i * piece - theirs.begin) * item;
       for_runs(job, theirs, [&](int64_t at, int64_t count, const char* in, char*) {
-        const auto nbytes = static_cast<size_t>(count * item);
-        if (stream) {
-          job.stream(place + at * item, in, nbytes);
-        } else {
-          copy(group, place + at * item, in, nbytes);
-        }
+        job.copy(place + at * item, in, static_cast<size_t>(count * item), stream);
       });
     }
     if (stream) stream_fence();

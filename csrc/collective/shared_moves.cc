@@ -95,12 +95,7 @@ class Move {
     for (int i = 0; stage_ && i < group_.size(); ++i) {
       const int64_t nbytes = std::min(given_[at(i)].nbytes - begin, step_);
       if (i == group_.me() || nbytes <= 0) continue;
-      const char* from = given_[at(i)].data + begin;
-      if (past_) {
-        job_.stream(part_of(i), from, static_cast<size_t>(nbytes));
-      } else {
-        copy(group_, part_of(i), from, static_cast<size_t>(nbytes));
-      }
+      job_.copy(part_of(i), given_[at(i)].data + begin, static_cast<size_t>(nbytes), past_);
       if (alike_) break;
     }
     if (past_) stream_fence();
@@ -164,31 +159,18 @@ std::vector<Run> parts_of(const char* data, const std::vector<int64_t>& ends) {
   return runs;
 }
 
-// Where results of so many bytes go.
-class Landing {
- public:
-  Landing(Job& job, int64_t nbytes)
-      : job_(job), past_(nbytes >= static_cast<int64_t>(kStreamNbytes)) {}
-  bool past() const { return past_; }  // the caches
-  void put(char* to, const char* from, int64_t nbytes) const {
-    if (past_) return job_.stream(to, from, static_cast<size_t>(nbytes));
-    copy(job_.group, to, from, static_cast<size_t>(nbytes));
-  }
-
- private:
-  Job& job_;
-  const bool past_;
-};
+// Whether results of so many bytes go past the caches.
+bool is_large(int64_t nbytes) { return nbytes >= static_cast<int64_t>(kStreamNbytes); }
 
 // Blocks of everybody, one behind the other.
 void take_blocks(Job& job, Move& move, const std::vector<int64_t>& ends) {
-  const Landing landing(job, ends.back());
+  const bool past = is_large(ends.back());
   move.run([&](int64_t begin, int64_t nbytes) {
     for (int d = 1; d < job.group.size(); ++d) {
       const int i = job.group.neighbor(d);
       const int64_t at = ends[static_cast<size_t>(i)] + begin;
       const int64_t left = std::min(nbytes, ends[static_cast<size_t>(i) + 1] - at);
-      if (left > 0) landing.put(job.out + at, move.of(i), left);
+      if (left > 0) job.copy(job.out + at, move.of(i), static_cast<size_t>(left), past);
     }
   });
 }
@@ -200,10 +182,10 @@ void shared_broadcast(Job& job) {
   const bool root = job.group.me() == job.root;
   const Run given{job.data, root ? all : 0};
   Move move(job, OpKind::kBroadcast, std::vector<Run>(job.group.size(), given), true);
-  const Landing landing(job, all);
   move.run([&](int64_t begin, int64_t nbytes) {
     const int64_t left = std::min(nbytes, all - begin);
-    if (!root && left > 0) landing.put(job.data + begin, move.of(job.root), left);
+    if (!root && left > 0)
+      job.copy(job.data + begin, move.of(job.root), static_cast<size_t>(left), is_large(all));
   });
 }
 
@@ -231,7 +213,6 @@ void shared_reducescatter(Job& job) {
   const std::vector<int64_t> ins = ends_of(job.in_counts, job.item());
   const int64_t mine = ins[me + 1] - ins[me];
   Move move(job, OpKind::kReducescatter, parts_of(job.in, ins), false);
-  const int streamed = Landing(job, mine).past() ? 1 : 0;
   std::vector<const void*> srcs(static_cast<size_t>(n));
   move.run([&](int64_t begin, int64_t nbytes) {
     const int64_t count = std::min(nbytes, mine - begin) / item;
@@ -239,7 +220,7 @@ void shared_reducescatter(Job& job) {
     for (int i = 0; i < n; ++i)
       srcs[static_cast<size_t>(i)] = i == me ? job.in + ins[me] + begin : move.of(i);
     void* target = job.out + begin;
-    job.reduce({&target, 1, streamed}, srcs.data(), n, count, job.finish);
+    job.reduce({&target, 1, is_large(mine) ? 1 : 0}, srcs.data(), n, count, job.finish);
   });
 }
 
