@@ -15,8 +15,8 @@ void ring(Job& job) {
   };
   for (int s = 0; s < n - 1; ++s) {
     const bool last = s == n - 2;
-    pass(job, right, chunk(me - s).as_raw(s == 0), left,
-         chunk(me - s - 1).as_raw().as_final(last), Landing::kReduce, last ? job.finish : Finish{});
+    pass(job, right, chunk(me - s).as_raw(s == 0), left, chunk(me - s - 1).as_raw().as_final(last),
+         Landing::kReduce, last ? job.finish : Finish{});
   }
   for (int s = 0; s < n - 1; ++s)
     pass(job, right, chunk(me + 1 - s), left, chunk(me - s).as_final(), Landing::kReplace);
