@@ -22,10 +22,8 @@ def latency(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
     """One element, blocking, 200 times in a row."""
     tensor = zeros(1)
     runs = each(peers, "allreduce", tensor, "one")
-    figures = interleaved(
-        runs, 2 if quick else 20, meet, turn=200, in_a_row=True, turns=turns(peers)
-    )
-    return with_touched(figures, runs, tensor.nbytes)
+    rounds = 2 if quick else 20
+    return beside(peers, runs, rounds, meet, tensor.nbytes, turn=200, in_a_row=True)
 
 
 def bandwidth(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
@@ -44,7 +42,7 @@ def vector(peers: dict[str, Any], count: int, rounds: int, meet: Any) -> Case:
     runs = each(peers, "allreduce", tensor, f"ordinary {count}")
     runs["bagua arena"] = partial(peers["bagua"].allreduce, arena, f"arena {count}")
     runs["memcpy"] = partial(other.copy_, tensor)
-    return with_touched(interleaved(runs, rounds, meet, turns=turns(peers)), runs, tensor.nbytes)
+    return beside(peers, runs, rounds, meet, tensor.nbytes)
 
 
 def many(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
@@ -60,9 +58,7 @@ def grouped(peers: dict[str, Any], meet: Any, quick: bool) -> Case:
 def small_tensors(peers: dict[str, Any], operation: str, rounds: int, meet: Any) -> Case:
     tensors = [zeros(1024) for _ in range(500)]
     runs = each(peers, operation, tensors)
-    return with_touched(
-        interleaved(runs, rounds, meet, turns=turns(peers)), runs, 500 * tensors[0].nbytes
-    )
+    return beside(peers, runs, rounds, meet, 500 * tensors[0].nbytes)
 
 
 def each(peers: dict[str, Any], operation: str, *arguments: Any) -> dict[str, Run]:
@@ -74,8 +70,11 @@ def each(peers: dict[str, Any], operation: str, *arguments: Any) -> dict[str, Ru
     }
 
 
-def with_touched(figures: Case, runs: dict[str, Run], nbytes: int) -> Case:
-    """Adds what our own runs touch of this rank's memory and of others', by one more of each."""
+def beside(
+    peers: dict[str, Any], runs: dict[str, Run], rounds: int, meet: Any, nbytes: int, **how: Any
+) -> Case:
+    """Times of all, and what our own touch of memory, by one more run of each."""
+    figures = interleaved(runs, rounds, meet, turns=turns(peers), **how)
     for name, run in runs.items():
         if name.startswith("bagua"):
             before = bagua.torch.counters()["touched_nbytes"]
@@ -102,7 +101,7 @@ def trained(
 ) -> Case:
     runs = steps(peers, model_of, inputs)
     nbytes = sum(param.nbytes for param in model_of().parameters())
-    return with_touched(interleaved(runs, rounds, meet, turns=turns(peers)), runs, nbytes)
+    return beside(peers, runs, rounds, meet, nbytes)
 
 
 def idle(peers: dict[str, Any], meet: Any, quick: bool) -> Case:

@@ -29,7 +29,6 @@ _numbers = itertools.count()
 class BetweenSteps:
     """See the module."""
 
-    equal_now = False  # whether all replicas are
     skips = False  # gradients are the optimizer's own business
 
     def __init__(
@@ -67,6 +66,10 @@ class BetweenSteps:
         self.refresh()
         if not self._begun:
             self._begin()
+
+    def equal_now(self) -> bool:
+        """Whether all replicas are."""
+        return False
 
     def stepped(self) -> None:
         """The optimizer has stepped."""

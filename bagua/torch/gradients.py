@@ -43,8 +43,6 @@ _in_backward: dict[int, list[weakref.ref[Gradients]]] = {}
 class Gradients:
     """See the module."""
 
-    equal_now = True  # all replicas are, at any time
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -321,6 +319,10 @@ class Gradients:
         self.look_again()
         if self._unshared or not self._exchanged:
             self._exchange()
+
+    def equal_now(self) -> bool:
+        """All replicas are, at any time."""
+        return True
 
     def zeroed(self) -> None:
         """There are no gradients any more, so there are none to exchange before a step."""

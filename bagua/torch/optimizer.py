@@ -276,7 +276,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _check_replicas(self) -> None:
         every = int(world().config.check_replicas_every)
-        if not every or not self._driver.equal_now:
+        if not every or not self._driver.equal_now():
             return
         capture.refuse("check_replicas_every has the host look at weights")
         if self._step // every == self._compared // every:

@@ -25,8 +25,7 @@ class Outer(BetweenSteps):
 
     _launched = False
 
-    @property
-    def equal_now(self) -> bool:  # type: ignore[override]
+    def equal_now(self) -> bool:
         return self._exchange.when == "step" and self._due()
 
     def _build(self) -> None:

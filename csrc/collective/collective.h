@@ -6,7 +6,7 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <utility>
+#include <string_view>
 #include <vector>
 
 #include "codec/codec.h"
@@ -87,7 +87,7 @@ struct Job {
   // encoding lost of this rank's values, and of the results that it encodes; `sparse`: the former.
   // `mirrored`: the copies of this rank's values and its neighbors'.
   Kept kept = {};
-  std::string between_nodes = "auto";  // what leaders are to use among themselves
+  std::string_view between_nodes = "auto";  // what leaders are to use among themselves
   std::function<void(const Collective&, const Job&)> chosen = {};  // told of it, if set
   Peers peers = {};               // an allreduce's, if not everyone
   std::vector<int> weights = {};  // how many ranks each of the group stands for; empty: 1
@@ -127,10 +127,13 @@ struct Collective {
 
 const std::vector<Collective>& collectives();
 
-// A user's choice, "<for all>" or "<for all>+<between nodes>", as both; "auto" if nothing is said.
-std::pair<std::string, std::string> split_choice(const std::string& choice);
+// What a user wants: "<for all>" or "<for all>+<between nodes>".
+struct Choice {
+  explicit Choice(const std::string& wanted);
+  std::string for_all, between_nodes = "auto";
+};
 // The row named `wanted` where it can do the job, else the first of its kind that fits.
-const Collective& choose_collective(OpKind kind, const Job& job, const std::string& wanted);
+const Collective& choose_collective(OpKind kind, const Job& job, std::string_view wanted);
 
 // One file each.
 void gather_reduce(Job& job);

@@ -100,13 +100,11 @@ const std::vector<Collective>& collectives() {
   return table;
 }
 
-std::pair<std::string, std::string> split_choice(const std::string& choice) {
-  const size_t plus = choice.find('+');
-  if (plus == std::string::npos) return {choice, "auto"};
-  return {choice.substr(0, plus), choice.substr(plus + 1)};
+Choice::Choice(const std::string& wanted) : for_all(wanted.substr(0, wanted.find('+'))) {
+  if (for_all.size() < wanted.size()) between_nodes = wanted.substr(for_all.size() + 1);
 }
 
-const Collective& choose_collective(OpKind kind, const Job& job, const std::string& wanted) {
+const Collective& choose_collective(OpKind kind, const Job& job, std::string_view wanted) {
   const Collective* first = nullptr;
   for (const Collective& row : collectives()) {
     if (row.kind != kind) continue;

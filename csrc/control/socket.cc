@@ -9,18 +9,16 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
-#include <pthread.h>
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <cstring>
-#include <mutex>
-#include <set>
 #include <sstream>
 
 #include "common/clock.h"
 #include "common/errors.h"
+#include "common/forked.h"
 
 namespace bagua {
 namespace {
@@ -53,44 +51,17 @@ bool listed(const std::string& interfaces, const std::string& name) {
 
 }  // namespace
 
-// The descriptors this process has opened.
-class Socket::Family {
- public:
-  static Family& get() {
-    static Family* family = new Family;
-    return *family;
-  }
-  void add(Descriptor* descriptor) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    descriptors_.insert(descriptor);
-  }
-  // Under the lock, or a child could close what has the same number next.
-  void close(Descriptor* descriptor) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (descriptor->fd >= 0) ::close(descriptor->fd);
-    descriptors_.erase(descriptor);
-  }
+Socket::Descriptor::Descriptor(int fd) : fd(fd) { Forked<Descriptor>::all().add(this); }
 
- private:
-  // Also for a fork that Python does not hear of.
-  Family() {
-    ::pthread_atfork([] { get().mutex_.lock(); }, [] { get().mutex_.unlock(); },
-                     [] { get().close_copies(); });
-  }
-  void close_copies() {
-    for (Descriptor* descriptor : descriptors_) {
-      if (descriptor->fd >= 0) ::close(descriptor->fd);
-      descriptor->fd = -1;
-    }
-    mutex_.unlock();
-  }
+// All in one, or a child made meanwhile would close what has the same number next.
+Socket::Descriptor::~Descriptor() {
+  Forked<Descriptor>::all().remove(this, [this] { in_child(); });
+}
 
-  std::mutex mutex_;
-  std::set<Descriptor*> descriptors_;
-};
-
-Socket::Descriptor::Descriptor(int fd) : fd(fd) { Family::get().add(this); }
-Socket::Descriptor::~Descriptor() { Family::get().close(this); }
+void Socket::Descriptor::in_child() {
+  if (fd >= 0) ::close(fd);
+  fd = -1;
+}
 
 bool Socket::write_all(const void* data, size_t nbytes, double deadline_s) const {
   const char* from = static_cast<const char*>(data);

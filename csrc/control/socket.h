@@ -23,11 +23,11 @@ class Socket {
   bool read_all(void* data, size_t nbytes, double deadline_s) const;
 
  private:
-  class Family;
   struct Descriptor {
     explicit Descriptor(int fd);
     ~Descriptor();
     Descriptor(const Descriptor&) = delete;
+    void in_child();
     int fd;
   };
   std::unique_ptr<Descriptor> own_;

@@ -28,6 +28,7 @@ constexpr int kEndUs = 1000;  // between looks at what devices still have to do
 Engine::Engine(const Config& config, std::unique_ptr<Transport> transport,
                std::unique_ptr<Channel> channel, std::vector<std::string> names)
     : config_(config),
+      allreduce_(config.allreduce),
       transport_(std::move(transport)),
       channel_(std::move(channel)),
       names_(std::move(names)),

@@ -171,6 +171,7 @@ class Engine {
   bool try_stop();
 
   const Config config_;
+  const Choice allreduce_;
   const std::unique_ptr<Transport> transport_;
   const std::unique_ptr<Channel> channel_;
   const std::vector<std::string> names_;

@@ -49,7 +49,7 @@ void Engine::exchange(int32_t id, const std::vector<RequestPtr>& requests) {
   Group group(*transport_, *waiter_, set.ranks, set.me);
   run_special(*requests[0]);
   Workbench bench{*scratch_,
-                  config_.allreduce,
+                  allreduce_,
                   config_.fusion_nbytes,
                   crew_.get(),
                   [this](const Collective& row, const Job& job) { tell_choice(row, job); },

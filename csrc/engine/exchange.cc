@@ -47,10 +47,10 @@ char* allocate(Output& output, const Workbench& bench, size_t nbytes) {
 
 void run_on_host(OpKind kind, Job& job, const Workbench& bench, Staging* staging) {
   const bool named = kind == OpKind::kAllreduce;
-  const auto [wanted, between_nodes] = split_choice(named ? bench.allreduce : "auto");
-  const Collective& row = choose_collective(kind, job, wanted);
+  const Collective& row =
+      choose_collective(kind, job, named ? std::string_view(bench.allreduce.for_all) : "auto");
   bench.chosen(row, job);
-  job.between_nodes = between_nodes;
+  job.between_nodes = bench.allreduce.between_nodes;
   job.chosen = bench.chosen;
   job.crew = bench.crew;
   if (staging) connect(job, row, *staging);

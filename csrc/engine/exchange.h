@@ -19,7 +19,7 @@ constexpr int64_t kLoneNbytes = 512 << 10;
 // What the engine lends to an exchange.
 struct Workbench {
   Scratch& scratch;
-  const std::string& allreduce;  // the collective the user wants, or "auto"
+  const Choice& allreduce;
   int64_t fusion_nbytes;
   Crew* crew;                                                 // null without helpers
   std::function<void(const Collective&, const Job&)> chosen;  // told before each collective runs

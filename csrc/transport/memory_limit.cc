@@ -85,10 +85,10 @@ void refuse_beyond_limits(size_t nbytes, const std::string& root) {
   const uint64_t has = (machine.totalram + machine.totalswap) * machine.mem_unit;
   if (nbytes > has) throw UsageError(wish + "all memory of this machine is " + std::to_string(has));
   const std::optional<GroupLimit> limit = group_limit(root);
+  if (!limit) return;
   // What can be swapped out makes room.
-  const uint64_t swap =
-      limit ? std::min<uint64_t>(machine.freeswap * machine.mem_unit, limit->swap_nbytes) : 0;
-  if (limit && nbytes > limit->left() + swap)
+  const auto swap = std::min<uint64_t>(machine.freeswap * machine.mem_unit, limit->swap_nbytes);
+  if (nbytes > limit->left() + swap)
     throw UsageError(wish + limit->file + " allows " + std::to_string(limit->nbytes) + ", " +
                      std::to_string(limit->used_nbytes) +
                      " of them are in use; raise that limit, or run fewer ranks under it");

@@ -1,7 +1,6 @@
 #include "transport/shared_memory.h"
 
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -10,7 +9,6 @@
 #include <cerrno>
 #include <cstring>
 #include <iterator>
-#include <set>
 
 #include "common/errors.h"
 #include "common/memory.h"
@@ -43,46 +41,6 @@ std::string limit_text(int resource, const char* flag) {
 
 }  // namespace
 
-// The segments this process has made. What a child of fork() writes or frees there is its own. What
-// it has not written it sees as its parent leaves it, which may take pages back: it must not count
-// on what it finds.
-class Segment::Family {
- public:
-  static Family& get() {
-    static Family* family = new Family;
-    return *family;
-  }
-  void add(Segment* segment) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    segments_.insert(segment);
-  }
-  void remove(Segment* segment) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    segments_.erase(segment);
-  }
-  std::shared_ptr<char> find(int fd) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (const Segment* segment : segments_)
-      if (segment->fd() == fd) return segment->data_;
-    return nullptr;
-  }
-
- private:
-  Family() {
-    ::pthread_atfork([] { get().mutex_.lock(); }, [] { get().mutex_.unlock(); },
-                     [] { get().make_private(); });
-  }
-  void make_private() {
-    for (Segment* segment : segments_)
-      ::mmap(segment->data(), segment->nbytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED,
-             segment->fd(), 0);
-    mutex_.unlock();
-  }
-
-  std::mutex mutex_;
-  std::set<Segment*> segments_;
-};
-
 Segment::Segment(size_t nbytes, size_t wanted)
     : nbytes_(round_up(std::max<size_t>(nbytes, 1), kPage)) {
   refuse_beyond_limits(std::min(nbytes_, wanted));
@@ -100,11 +58,15 @@ Segment::Segment(size_t nbytes, size_t wanted)
     throw;
   }
   fd_ = fd;
-  Family::get().add(this);
+  Forked<Segment>::all().add(this);
 }
 
 Segment::Segment(int pid, int fd, size_t nbytes) : nbytes_(nbytes) {
-  if (pid == ::getpid() && (data_ = Family::get().find(fd))) return;
+  if (pid == ::getpid())
+    Forked<Segment>::all().each([&](const Segment& own) {
+      if (own.fd_ == fd) data_ = own.data_;
+    });
+  if (data_) return;
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
   const int mine = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (mine < 0 && (errno == ENOENT || errno == ESRCH))
@@ -127,8 +89,13 @@ void Segment::map(int fd) {
 }
 
 Segment::~Segment() {
-  if (fd_ >= 0) Family::get().remove(this);
-  if (fd_ >= 0) ::close(fd_);
+  if (fd_ >= 0) Forked<Segment>::all().remove(this, [this] { ::close(fd_); });
+}
+
+// What a child writes or frees is its own. What it has not written it sees as its parent leaves it,
+// which may take pages back: it must not count on what it finds.
+void Segment::in_child() {
+  ::mmap(data(), nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, fd_, 0);
 }
 
 Arenas::Arenas() : pid_(::getpid()) {}

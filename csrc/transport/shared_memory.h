@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "common/forked.h"
+
 namespace bagua {
 
 // One mapped anonymous file.
@@ -30,8 +32,9 @@ class Segment {
   int fd() const { return fd_; }  // -1 for a mapped one
 
  private:
-  class Family;
+  friend class Forked<Segment>;
   void map(int fd);
+  void in_child();
 
   size_t nbytes_;
   std::shared_ptr<char> data_;
