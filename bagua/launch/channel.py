@@ -35,6 +35,7 @@ class Exit:
     )
     peer: bool = False  # it said that it ended because of another rank: a victim too
     lost: bool = False  # its link broke: how it ended is not known
+    halted: int = 0  # the signal that had made it stand still, until it was ended
 
     @property
     def failed(self) -> bool:
@@ -48,6 +49,11 @@ class Exit:
     def __str__(self) -> str:
         if self.lost:
             how = "was lost: its host or its process went down without a word"
+        elif self.halted:
+            how = (
+                f"was halted by signal {self.halted} ({signal_name(self.halted)}) and did not go on"
+                " until it was ended"
+            )
         elif self.signal:
             how = f"was killed by signal {self.signal} ({signal_name(self.signal)})"
         else:
@@ -71,6 +77,7 @@ class Link:
         self.rank = -1  # not known before its hello
         self.host = "?"
         self.exit: Exit | None = None
+        self.halted = 0  # the signal that has made its program stand still
         self._received = bytearray()
 
     def frames(self) -> Iterator[tuple[bytes, bytes]] | None:
@@ -98,9 +105,27 @@ class Link:
         how, number, stopped, peer = payload.decode().split(" ")
         code, signal_number = (0, int(number)) if how == "signal" else (int(number), 0)
         self.exit = Exit(
-            self.rank, self.host, code, signal_number, stopped=stopped == "1", peer=peer == "1"
+            self.rank,
+            self.host,
+            code,
+            signal_number,
+            stopped=stopped == "1",
+            peer=peer == "1",
+            halted=self.halted,
         )
         return self.exit
+
+    def note_halt(self, payload: bytes) -> str:
+        """What there is to say about it."""
+        number, pid = map(int, payload.split())
+        self.halted = number
+        who = f"rank {self.rank} on host {self.host}"
+        if not number:
+            return f"{who} goes on"
+        return (
+            f"{who} was halted by signal {number} ({signal_name(number)}); `kill -CONT {pid}` there"
+            " lets it go on"
+        )
 
     def order(self, what: bytes) -> None:
         """Tell the rank to stop in one of the three ways; a link just broken needs no telling."""

@@ -23,6 +23,8 @@ _KILL_S = 3.0
 _LEAVE_S = 5.0
 # Once a rank has ended because of another one, that one has so long to show itself.
 _GRACE_S = 3.0
+# Ranks that all stand still when the others have ended are given so long to go on.
+_HALT_S = 5.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -48,6 +50,7 @@ class Job:
         self._order: bytes | None = None  # the latest order to stop, for ranks that report late too
         self._escalation: list[tuple[float, int]] = []  # (when, signal) for mpirun, soonest first
         self._grace_ends = float("inf")
+        self._halt_ends = float("inf")
         self._trouble = ""  # why the job was ended other than by a rank or a signal
         self._mpirun_said: list[bytes] = []
 
@@ -111,7 +114,7 @@ class Job:
             now = time.monotonic()
             ended = self._mpirun.poll() is not None
             ended_at = min(ended_at, now) if ended else ended_at
-            deadline = min(self._start_deadline, self._grace_ends)
+            deadline = min(self._start_deadline, self._grace_ends, self._halt_ends)
             busy = waiting or ended or self._escalation or deadline < float("inf")
             events = self._selector.select(_TICK_S if busy else None)
             for key, _ in events:
@@ -119,6 +122,7 @@ class Job:
             waiting = self._output.show_waiting()
             self._check_start()
             self._check_grace()
+            self._check_halt()
             self._escalate()
             if ended and not events and (not self._open_links() or now - ended_at > _KILL_S):
                 return
@@ -155,6 +159,8 @@ class Job:
                 self._note(link.note_exit(payload))
             elif kind == b"R":
                 self._input.asked(link)
+            elif kind == b"Z":
+                say(self._screens[STDERR], f"bagua-run: {link.note_halt(payload)}")
             else:
                 self._output.feed(link.rank, STDOUT if kind == b"O" else STDERR, payload)
 
@@ -240,6 +246,18 @@ class Job:
             self._grace_ends = float("inf")
             if self._order is None:
                 self._stop(TERMINATE)
+
+    def _check_halt(self) -> None:
+        """Survivors have ended, and nobody else can make the ranks that stand still do so."""
+        left = self._open_links()
+        over = self._fault_tolerant and self._exits and left and all(link.halted for link in left)
+        if not over or self._order is not None:
+            self._halt_ends = float("inf")
+            return
+        now = time.monotonic()
+        self._halt_ends = min(self._halt_ends, now + _HALT_S)
+        if now > self._halt_ends:
+            self._stop(KILL)
 
     def _signal_mpirun(self, number: int) -> None:
         if self._mpirun.poll() is None:

@@ -4,10 +4,11 @@ Run by path as `python -IS rank.py [--fault-tolerant] [--own-gpu] COMMAND…`, s
 few milliseconds on the standard library alone; therefore it is all in one file. Without bagua-run's
 variables (a command copied from --dry-run) it simply becomes the command.
 
-The link to bagua-run carries frames of a one-byte kind, a four-byte length and the payload:
-hello `H token rank host pid`, output `O` and `E`, and at the end `X code|signal number stopped
-peer`. Back come orders without a payload: I (interrupt), T (terminate) and K (kill). A closed link
-means that bagua-run has gone.
+The link to bagua-run carries frames of a one-byte kind, a four-byte length and the payload: hello
+`H token rank host pid`, output `O` and `E`, `Z signal pid` when a signal has made the program stand
+still or, then 0, when it goes on, and at the end `X code|signal number stopped peer`. Back come
+orders without a payload: I (interrupt), T (terminate) and K (kill). A closed link means that bagua-
+run has gone.
 
 Standard input is rank 0's alone, the others read /dev/null. Rank 0's wrapper asks for a piece with
 `R` and gets it in `S` (an empty one is the end); it asks for the next once the program has taken
@@ -224,13 +225,18 @@ class Relay:
     def _reap(self) -> None:
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             except ChildProcessError:
                 return
             if pid == 0:
                 return
-            if pid == self._program.pid:
+            if pid != self._program.pid:
+                continue
+            if not (os.WIFSTOPPED(status) or os.WIFCONTINUED(status)):
                 self._status = status
+            elif not self._stopped:  # else it goes on only to end
+                number = os.WSTOPSIG(status) if os.WIFSTOPPED(status) else 0
+                self._send(b"Z", f"{number} {pid}".encode())
 
     def _seconds_to_escalation(self) -> float | None:
         return max(0.0, self._escalation[0][0] - time.monotonic()) if self._escalation else None

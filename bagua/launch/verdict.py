@@ -13,10 +13,14 @@ def culprit(exits: Iterable[Exit]) -> Exit | None:
     """The first that failed for reasons of its own, else the first that failed unbidden.
 
     A rank that ended because of another one is no culprit while there is a better; one that was
-    told to stop merely followed, and is none unless nothing else is known.
+    told to stop merely followed, and is none unless nothing else is known, or it had stood still.
     """
     failures = [exit for exit in exits if exit.failed]
-    return min(failures, key=lambda exit: (exit.stopped, exit.peer), default=None)
+    return min(failures, key=_innocence, default=None)
+
+
+def _innocence(exit: Exit) -> tuple[bool, bool]:
+    return exit.stopped and not exit.halted, exit.peer
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Verdict:
         first = culprit(self.exits)
         if first is None:
             return self._ended_by_mpirun()
-        if first.stopped:
+        if first.stopped and not first.halted:
             return self._ended_by_mpirun() or first.shell_code
         if first.lost:
             self._show_mpirun()

@@ -1,5 +1,6 @@
 """Which rank is to blame, among ends that are made up and among those of real ranks."""
 
+import os
 import signal
 
 import pytest
@@ -25,6 +26,8 @@ os._exit(1)
         ([{"code": 1, "peer": True}, {"signal": 15, "stopped": True}], 0),
         ([{"code": 1, "peer": True, "stopped": True}, {"signal": 15, "stopped": True}], 1),
         ([{"signal": 15, "stopped": True}, {"lost": True}], 1),
+        ([{"code": 1, "peer": True}, {"signal": 15, "stopped": True, "halted": 19}], 1),
+        ([{"code": 1}, {"signal": 15, "stopped": True, "halted": 19}], 0),
     ],
 )
 def test_culprit(exits, blamed):
@@ -82,3 +85,43 @@ while True: bagua.allreduce(numpy.ones(3), name='x')
         assert result == 1
         assert err.splitlines()[-2] == "[1] ValueError: mine"
         assert "rank 1 on host" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("flags", [[], ["--fault-tolerant"]])
+def test_a_rank_that_stands_still_is_ended_and_blamed(flags):
+    program = f"""
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(100)
+time.sleep(0.5)
+{VICTIM}"""
+    result, _, err = run("-np", 3, *flags, *code(program))
+    assert result != 0
+    first, last = err.splitlines()[0], err.splitlines()[-1]
+    assert "rank 1 on host" in first
+    assert "was halted by signal 19 (SIGSTOP)" in first
+    assert "kill -CONT" in first
+    assert "rank 1 on host" in last
+    assert "did not go on until it was ended" in last
+
+
+def test_survivors_of_a_rank_that_stands_still_end_well():
+    program = "\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)"
+    result, _, err = run("-np", 2, "--fault-tolerant", *code(program))
+    assert result == 0
+    assert err.splitlines()[-1] == "bagua-run: the surviving ranks went on and ended well"
+
+
+def test_a_rank_may_stand_still_for_a_while():
+    program = """
+if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(0.5)
+print("done")
+"""
+    with start("-np", 2, "--fault-tolerant", *code(program)) as job:
+        said = job.stderr.readline()
+        os.kill(int(said.split("kill -CONT ")[1].split("`")[0]), signal.SIGCONT)
+        out, err = job.communicate(timeout=60)
+    assert job.returncode == 0
+    assert sorted(out.splitlines()) == ["[0] done", "[1] done"]
+    assert err.splitlines()[0].endswith("goes on")
