@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from bagua.torch import capture, kept, ops
 from bagua.torch.arrays import dtype_name
 from bagua.torch.checks import check_parameters, checked_names
 from bagua.torch.pieces import Piece, land_all, pieces_of
+from bagua.torch.safety import first_not_finite
 
 Kept = dict[str, Sequence["torch.Tensor | None"]]
 _numbers = itertools.count()
@@ -29,7 +31,7 @@ _numbers = itertools.count()
 class BetweenSteps:
     """See the module."""
 
-    skips = False  # gradients are the optimizer's own business
+    skips = False  # whether the wrapped optimizer must not step
 
     def __init__(
         self,
@@ -66,6 +68,7 @@ class BetweenSteps:
         self.refresh()
         if not self._begun:
             self._begin()
+        self._look_at_gradients()
 
     def equal_now(self) -> bool:
         """Whether all replicas are."""
@@ -146,6 +149,16 @@ class BetweenSteps:
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
         return [pair for piece in self._pieces for pair in zip(piece.names, piece.params)]
+
+    def _look_at_gradients(self) -> None:
+        """Those that are no numbers stay with this rank, if it does not step."""
+        wish = world().config.check_finite
+        found = "" if wish == "off" else first_not_finite(self.named())
+        self.skips = bool(found) and wish == "skip"
+        if found:
+            skipped = "; this rank keeps its weights" if self.skips else ""
+            where = f"{found} on rank {world().rank}"
+            warnings.warn(f"step {self._step}: NaN or Inf in {where}{skipped}", stacklevel=4)
 
     def _name(self, param: torch.Tensor) -> str:
         return self._names.setdefault(param, f"parameter.{len(self._names)}")

@@ -106,7 +106,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             if not self._skip_synchronize:
                 self.synchronize()
-            if not self.skips:
+            if not self.skips and self._unscaled():
                 loss = self.inner.step()
         self.stepped()
         return loss
@@ -284,8 +284,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._compared = self._step
         safety.check_replicas(self._driver.named(), "replicas", self._process_set)
 
-    # GradScaler would hand its scale to this object; so it unscales the gradients itself.
-    _step_supports_amp_scaling = False
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a GradScaler calls `step()` even after an overflow, and leaves the rest to it.
+
+        Gradients that all share have overflown on all ranks. Where they have not been shared, the
+        others would wait for a rank that does not step.
+        """
+        return isinstance(self._driver, BetweenSteps)
+
+    def _unscaled(self) -> bool:
+        """Undoes what a GradScaler says here; whether gradients can be used."""
+        overflow, scale = (vars(self).get(name) for name in ("found_inf", "grad_scale"))
+        if overflow is not None and float(overflow):
+            return False
+        if scale is not None:
+            grads = [p.grad for group in self.param_groups for p in group["params"]]
+            for grad in grads:
+                if grad is not None:
+                    grad.div_(scale.to(grad.device))
+        return True
 
     # ---- what the wrapped optimizer is ---------------------------------------------------------
 

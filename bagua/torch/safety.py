@@ -64,6 +64,18 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''}"
 
 
+def first_not_finite(named: Named) -> str:
+    """The parameter whose gradient holds a NaN or an Inf; an empty string if none does."""
+    for name, param in named:
+        if param.grad is None:
+            continue
+        values = param.grad._values() if param.grad.is_sparse else param.grad
+        # A sum is a tenth of the work, and overflows only where little is left to lose.
+        if not values.sum().isfinite() and not values.isfinite().all():
+            return name
+    return ""
+
+
 class NonFinite:
     """Finds out on which rank a gradient held a NaN or an Inf, before it is everybody's."""
 
@@ -73,15 +85,8 @@ class NonFinite:
 
     def look(self, where: str, slots: Sequence[Any]) -> None:
         """At what is about to travel there."""
-        for slot in slots:
-            grad = slot.param.grad
-            if grad is None:
-                continue
-            values = grad._values() if grad.is_sparse else grad
-            # A sum is a tenth of the work, and overflows only where little is left to lose.
-            if not values.sum().isfinite() and not values.isfinite().all():
-                self._mine[where] = slot.name
-                return
+        if name := first_not_finite([(slot.name, slot.param) for slot in slots]):
+            self._mine[where] = name
 
     def forget(self) -> None:
         self._mine = {}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from bagua.algorithms import Algorithm, LocalSGD, PerParameter
+from bagua.algorithms import Algorithm, LocalSGD, PerParameter, find
 from bagua.common.world import world
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
@@ -185,3 +185,33 @@ def test_a_step_with_a_closure_is_not_taken(everyone, hvd, setting):
     with pytest.raises(hvd.UsageError, match="closure"):
         optimizer.step(closure)
     assert (param == 0).all()
+
+
+BETWEEN = ["decentralized", "low_precision_decentralized", "async_model_average", "local_sgd"]
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+@pytest.mark.parametrize("how", ["check_finite", "scaler"])
+def test_a_rank_whose_gradients_are_no_numbers_keeps_its_weights(everyone, hvd, setting, name, how):
+    """And goes on with the others, which step."""
+    setting(check_finite="skip" if how == "check_finite" else "off")
+    kinds = {"async_model_average": {"sync_interval_ms": 1}, "local_sgd": {"every": 2}}
+    algorithm = dataclasses.replace(find(name), warmup_steps=0, **kinds.get(name, {}))
+    param = nn.Parameter(torch.zeros(10))
+    sgd = torch.optim.SGD([param], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd, [("w", param)], algorithm=algorithm)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=how == "scaler")
+    for step in range(6):
+        optimizer.zero_grad()
+        bad = step == 3 and everyone.me == everyone.size - 1
+        with warnings.catch_warnings(record=True) as w:
+            warnings.simplefilter("always")
+            scaler.scale(param.sum() * (torch.inf if bad else 1.0)).backward()
+            scaler.step(optimizer)
+        words = [str(warning.message) for warning in w if "NaN or Inf" in str(warning.message)]
+        assert bool(words) == (bad and how == "check_finite")
+        assert all(f"w on rank {everyone.me}; this rank keeps" in said for said in words)
+        scaler.update()
+    optimizer.settle()
+    # Every rank has stepped six times, the last one five times.
+    torch.testing.assert_close(param.detach(), torch.full((10,), 1 / everyone.size - 6.0))
