@@ -230,24 +230,34 @@ std::vector<double> adasum_oracle(std::vector<std::vector<double>> v) {
   return v[0];
 }
 
-TEST(Adasum, FollowsItsDefinition) {
-  for (int n = 1; n <= 7; ++n) {
-    std::vector<std::vector<double>> inputs;
-    for (int rank = 0; rank < n; ++rank) {
-      inputs.emplace_back(100);
-      for (size_t i = 0; i < 100; ++i)
-        inputs.back()[i] = std::sin(rank * 101.0 + static_cast<double>(i));
+void check_adasum(int n, size_t count) {
+  std::vector<std::vector<double>> inputs(static_cast<size_t>(n)), results(inputs.size());
+  for (size_t rank = 0; rank < inputs.size(); ++rank)
+    for (size_t i = 0; i < count; ++i)
+      inputs[rank].push_back(std::sin(static_cast<double>(rank * 101 + i + 1)) / (1.0 + rank));
+  with_jobs(n, DType::kF64, [&](int rank, Job& job) {
+    std::vector<double>& data = results[static_cast<size_t>(rank)];
+    data = inputs[static_cast<size_t>(rank)];
+    job.op = ReduceOp::kAdasum;
+    job.data = reinterpret_cast<char*>(data.data());
+    job.count = static_cast<int64_t>(count);
+    adasum(job);
+    const auto nbytes = static_cast<int64_t>(count * sizeof(double));
+    if (n == 4 && nbytes >= 128 << 10) {
+      EXPECT_NEAR(job.group.sent_nbytes(), nbytes * 3 / 2, 512);
     }
-    const std::vector<double> expected = adasum_oracle(inputs);
-    with_jobs(n, DType::kF64, [&](int rank, Job& job) {
-      std::vector<double> data = inputs[static_cast<size_t>(rank)];
-      job.op = ReduceOp::kAdasum;
-      job.data = reinterpret_cast<char*>(data.data());
-      job.count = 100;
-      adasum(job);
-      for (size_t i = 0; i < 100; ++i) EXPECT_NEAR(data[i], expected[i], 1e-12);
-    });
-  }
+  });
+  const std::vector<double> expected = adasum_oracle(inputs);
+  for (size_t i = 0; i < count; ++i) ASSERT_NEAR(results[0][i], expected[i], 1e-12) << i;
+  for (const std::vector<double>& result : results) ASSERT_EQ(result, results[0]);
+}
+
+TEST(Adasum, FollowsItsDefinition) {
+  for (int n = 1; n <= 9; ++n)
+    for (const size_t count : {1, 100, 9001, 20001}) {  // never halved, sometimes, always
+      SCOPED_TRACE(std::to_string(n) + " ranks, " + std::to_string(count));
+      check_adasum(n, count);
+    }
 }
 
 TEST(ChooseCollective, TakesWhatWasAskedForWhereItCan) {
