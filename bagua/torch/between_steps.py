@@ -5,7 +5,6 @@ the result, which mixing.py, background.py and outer.py say. Backward is left al
 from __future__ import annotations
 
 import itertools
-import math
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from bagua.algorithms import Algorithm, BucketInfo, Exchange
 from bagua.common.core import core
-from bagua.common.kinds import Average, Sum
+from bagua.common.kinds import Average
 from bagua.common.objects import broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
@@ -237,20 +236,3 @@ class BetweenSteps:
                 for name, view in zip(piece.names, piece.views_of(flat)):
                     if name in values[what]:
                         view.copy_(values[what][name])
-
-    # ---- what a user may want to know ----------------------------------------------------------
-
-    @torch.no_grad()
-    def consensus_distance(self) -> float:
-        """How far ranks are apart: their distances from the mean, by root mean square, relative."""
-        square = size = 0.0
-        for number, piece in enumerate(self._pieces):
-            mine = torch.cat([param.detach().to(torch.float64).flatten() for param in piece.params])
-            name = f"{self._prefix}.distance.{number}"
-            mean = ops.allreduce(mine, name=name, op=Average, process_set=self._process_set)
-            square += float((mine - mean).square().sum())
-            size += float(mean.square().sum())
-        total = torch.tensor([square], dtype=torch.float64)
-        name = f"{self._prefix}.distance"
-        ops.allreduce_(total, name=name, op=Sum, process_set=self._process_set)
-        return math.sqrt(float(total) / self._process_set.size() / size) if size else 0.0

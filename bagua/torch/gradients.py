@@ -133,9 +133,6 @@ class Gradients:
     def settle(self) -> None:
         """Replicas are equal at any time."""
 
-    def consensus_distance(self) -> float:
-        return 0.0
-
     def close(self) -> None:
         """Leaves the parameters alone, and their gradients as they are."""
         hooks, self._hooks = getattr(self, "_hooks", {}), {}

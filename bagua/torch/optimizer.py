@@ -214,7 +214,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def consensus_distance(self) -> float:
         """How far weights of the ranks are from their mean, relative to it; every rank calls it."""
-        return self._driver.consensus_distance()
+        return safety.consensus_distance(self._driver.named(), self._process_set)
 
     def _rest(self, resting: bool) -> None:
         if self._algorithm.when != "background":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -44,6 +45,21 @@ def check_replicas(named: Named, name: str, process_set: ProcessSet) -> None:
                 + ". Something changes weights on some ranks only, or ranks began unequal: call "
                 "broadcast_parameters() after loading and seed what all must draw alike"
             )
+
+
+def consensus_distance(named: Named, process_set: ProcessSet) -> float:
+    """How far ranks are apart: their distances from the mean, by root mean square, relative."""
+    square = size = 0.0
+    for _, param in named:
+        dtype = torch.complex128 if param.is_complex() else torch.float64
+        mine = param.detach().to("cpu", dtype).numpy()
+        mean = allreduce(mine, name="consensus", op=ReduceOp.Average, process_set=process_set)
+        square += float(np.square(np.abs(mine - mean)).sum())
+        size += float(np.square(np.abs(mean)).sum())
+    total = allreduce(
+        np.array([square]), name="consensus", op=ReduceOp.Average, process_set=process_set
+    )
+    return math.sqrt(float(total[0]) / size) if size else 0.0
 
 
 def _alike(number: int, name: str, process_set: ProcessSet) -> bool:

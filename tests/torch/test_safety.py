@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -43,6 +44,20 @@ def test_replicas_that_differ_are_named(everyone, hvd, setting):
                 optimizer.step()
             break
         optimizer.step()
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "decentralized"])
+def test_consensus_distance(everyone, hvd, algorithm):
+    params = [
+        nn.Parameter(torch.full((5,), 1.0 + everyone.me, dtype=dtype))
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    sgd = torch.optim.SGD(params, lr=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd, algorithm=algorithm)
+    values = np.arange(everyone.size) + 1.0
+    assert optimizer.consensus_distance() == pytest.approx(values.std() / values.mean())
+    hvd.broadcast_parameters(list(zip("ab", params)), 0)
+    assert optimizer.consensus_distance() == 0
 
 
 def test_replicas_are_compared_at_the_end_of_a_round(everyone, hvd, setting):
