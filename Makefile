@@ -24,7 +24,7 @@ ifneq ($(words $(CURDIR)),1)
 $(error the path of this clone, $(CURDIR), has a space, which MPI's compiler wrapper cannot cope with; move it)
 endif
 
-.PHONY: help dev demo test test-csrc test-python test-arm test-gpu test-pretended test-parallel lint format sanitize bench clean googletest
+.PHONY: help dev demo test test-csrc test-python test-arm test-gpu test-mpi test-pretended test-parallel lint format sanitize bench clean googletest
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -58,6 +58,10 @@ test-arm: $(STAMP)/tools googletest ## C++ tests of kernels, codecs and collecti
 # All but what rests on gradients being exchanged where they are, which those on a device are not.
 test-pretended: dev ## tests of the frontend whose tensors are taken for those of a device
 	@PRETEND_GPU=1 $(BIN)/python -m pytest tests/torch -k 'np2 and not late_contribution_elsewhere'
+
+# All but what rests on ranks sharing a machine: those that share no memory count as a machine each.
+test-mpi: dev ## tests of the frontend whose ranks exchange everything by messages
+	@BAGUA_TRANSPORT=mpi $(BIN)/python -m pytest tests/torch -k 'np3 and not on_one_machine'
 
 test-gpu: dev ## tests on a GPU, by one rank and by two that share it, without NCCL and with it; skipped where there is none
 	@$(BIN)/python -m pytest tests/gpu

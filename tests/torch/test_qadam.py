@@ -92,7 +92,7 @@ def test_through_a_codec_replicas_stay_equal(everyone, hvd, codec):
         assert (param - expected).abs().max() < near
 
 
-def test_by_name_it_warms_up_as_long_as_the_optimizer(everyone, hvd):
+def test_by_name_on_one_machine_it_warms_up_as_long_as_the_optimizer(everyone, hvd):
     exact = trained(everyone, hvd, QAdam(codec="raw", error_feedback=None, warmup_steps=3), 6)
     named = trained(everyone, hvd, "qadam", 6)
     for a, b in zip(exact, named):
