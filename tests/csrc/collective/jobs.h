@@ -83,6 +83,15 @@ inline double get(DType dtype, const char* data, int64_t i) {
   return reinterpret_cast<const float*>(data)[i];
 }
 
+// ASSERT_EQ for loops over many values, most of which are right.
+#define ASSERT_EACH_EQ(got, expected) \
+  switch (0)                          \
+  case 0:                             \
+  default:                            \
+    if ((got) == (expected)) {        \
+    } else                            \
+      ASSERT_EQ(got, expected)
+
 inline std::vector<const Collective*> rows_of(OpKind kind) {
   std::vector<const Collective*> rows;
   for (const Collective& row : collectives())

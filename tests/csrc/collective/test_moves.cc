@@ -66,7 +66,7 @@ TEST_P(Moves, BroadcastFromEveryRoot) {
           ASSERT_TRUE(row->can(job));
           row->run(job);
           for (int64_t i = 0; i < count; ++i)
-            ASSERT_EQ(get(dtype(), data.get(), i), small_number(root, i))
+            ASSERT_EACH_EQ(get(dtype(), data.get(), i), small_number(root, i))
                 << "root " << root << ", at " << i;
           ASSERT_EQ(data.get()[nbytes], static_cast<char>(rank));
         });
@@ -91,8 +91,8 @@ TEST_P(Moves, AllgatherOfUnevenAndEmptyBlocks) {
     way.row->run(job);
     int64_t at = 0;
     for (int r = 0; r < n(); ++r)
-      for (int64_t i = 0; i < count(r); ++i)
-        ASSERT_EQ(get(dtype(), out.data(), at++), small_number(r, i));
+      for (int64_t i = 0; i < count(r); ++i, ++at)
+        ASSERT_EACH_EQ(get(dtype(), out.data(), at), small_number(r, i));
   });
 }
 
@@ -116,8 +116,8 @@ TEST_P(Moves, AlltoallOfUnevenAndEmptyBlocks) {
     way.row->run(job);
     at = 0;
     for (int from = 0; from < n(); ++from)
-      for (int64_t i = 0; i < way.blocks(from, rank); ++i)
-        ASSERT_EQ(get(dtype(), out.data(), at++), small_number(from * n() + rank, i))
+      for (int64_t i = 0; i < way.blocks(from, rank); ++i, ++at)
+        ASSERT_EACH_EQ(get(dtype(), out.data(), at), small_number(from * n() + rank, i))
             << "from " << from;
   });
 }
@@ -140,7 +140,7 @@ TEST_P(Moves, ReducescatterOfUnevenAndEmptySlices) {
     job.out = out.data();
     way.row->run(job);
     for (int64_t i = 0; i < mine; ++i)
-      ASSERT_EQ(get(dtype(), out.data(), i), oracle(ReduceOp::kSum, n(), begin + i));
+      ASSERT_EACH_EQ(get(dtype(), out.data(), i), oracle(ReduceOp::kSum, n(), begin + i));
     ASSERT_EQ(out.back(), 'g');
     ASSERT_EQ(std::string(in.get(), nbytes), before) << "the input was written to";
   });

@@ -151,8 +151,9 @@ TEST(Neighbors, AverageWithTheirPeers) {
   for (const Peers::Kind kind : kKinds)
     for (int n = 1; n <= 6; ++n)
       for (const DType dtype : {DType::kF32, DType::kF16})
-        for (const int64_t count : {int64_t{1}, int64_t{1000}, int64_t{(512 << 10) / 4 * 2 + 3}})
-          check_means(kind, std::vector<int>(static_cast<size_t>(n)), dtype, count, false);
+        for (const int64_t count : {1, 1000, (512 << 10) / 4 * 2 + 3})
+          if (count <= 1000 || n == 2 || n == 5)  // an even number of ranks, and an odd one
+            check_means(kind, std::vector<int>(static_cast<size_t>(n)), dtype, count, false);
 }
 
 TEST(Neighbors, ANodeIsOnePeerThatCountsByItsRanks) {

@@ -23,7 +23,7 @@ void check(int n, DType dtype, int64_t count, int64_t shift, Where where, int re
       for (int64_t i = 0; i < count; ++i) put(dtype, job.data, i, small_number(rank, i));
       shared(job);
       for (int64_t i = 0; i < count; ++i)
-        ASSERT_EQ(get(dtype, job.data, i), oracle(ReduceOp::kSum, n, i))
+        ASSERT_EACH_EQ(get(dtype, job.data, i), oracle(ReduceOp::kSum, n, i))
             << "at " << i << " of " << count << " on rank " << rank;
       for (const char* c = job.data + static_cast<size_t>(count) * job.item(); c < memory + nbytes;
            ++c)
