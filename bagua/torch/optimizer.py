@@ -106,7 +106,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             if not self._skip_synchronize:
                 self.synchronize()
-            if not self.skips and self._unscaled():
+            if not self.skips and self.unscaled(self):
                 loss = self.inner.step()
         self.stepped()
         return loss
@@ -285,7 +285,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         safety.check_replicas(self._driver.named(), "replicas", self._process_set)
 
     @property
-    def _step_supports_amp_scaling(self) -> bool:
+    def unscales(self) -> bool:
         """Whether a GradScaler calls `step()` even after an overflow, and leaves the rest to it.
 
         Gradients that all share have overflown on all ranks. Where they have not been shared, the
@@ -293,9 +293,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         return isinstance(self._driver, BetweenSteps)
 
-    def _unscaled(self) -> bool:
-        """Undoes what a GradScaler says here; whether gradients can be used."""
-        overflow, scale = (vars(self).get(name) for name in ("found_inf", "grad_scale"))
+    _step_supports_amp_scaling = unscales  # as a GradScaler asks for it
+
+    def unscaled(self, told: torch.optim.Optimizer) -> bool:
+        """Undoes what a GradScaler has left in this object; whether gradients can be used."""
+        overflow, scale = (vars(told).get(name) for name in ("found_inf", "grad_scale"))
+        for name in vars(told).keys() & {"found_inf", "grad_scale"}:  # what else would use them
+            setattr(told, name, None)
         if overflow is not None and float(overflow):
             return False
         if scale is not None:

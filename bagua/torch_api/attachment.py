@@ -20,6 +20,7 @@ from bagua.common.process_set import ProcessSet
 from bagua.torch import DistributedOptimizer
 
 _NAME = "bagua_attachment"  # of the optimizer's attribute
+_UNSCALES = "_step_supports_amp_scaling"  # torch's
 
 
 class Attachment:
@@ -46,6 +47,8 @@ class Attachment:
             optimizer.register_load_state_dict_pre_hook(_weakly(self._loaded)),
         ]
         setattr(optimizer, _NAME, weakref.ref(self))
+        self._unscales = not getattr(optimizer, _UNSCALES, False)  # it does not do so by itself
+        self._offer_to_unscale()
         # There are no hooks for zero_grad.
         optimizer.zero_grad = _weakly(self._zero_grad)  # type: ignore[method-assign]
 
@@ -53,19 +56,24 @@ class Attachment:
         for hook in self._hooks:
             hook.remove()
         if self._hooks:
-            vars(self.distributed.inner).pop("zero_grad", None)  # the class has one
+            own = vars(self.distributed.inner)
+            own.pop("zero_grad", None)  # the class has one
+            if self._unscales:
+                own.pop(_UNSCALES, None)
 
     def switch(self, algorithm: Algorithm) -> None:
         """Goes on with another algorithm, or begins the same one anew; all ranks are equal now."""
         self.distributed.settle()
         self.distributed.set_algorithm(algorithm)
+        self._offer_to_unscale()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Exchanges, or lets the closure do it each time it is evaluated."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self.distributed.synchronize()
-            if self.distributed.skips:
+            finite = not self._unscales or self.distributed.unscaled(optimizer)
+            if self.distributed.skips or not finite:
                 self._hide_gradients()
             return None
 
@@ -79,6 +87,12 @@ class Attachment:
             param.grad = grad
         self._hidden = []
         self.distributed.stepped()
+        self._offer_to_unscale()
+
+    def _offer_to_unscale(self) -> None:
+        """A GradScaler calls `step` of what unscales by itself even after an overflow."""
+        if self._unscales:
+            setattr(self.distributed.inner, _UNSCALES, self.distributed.unscales)
 
     def _hide_gradients(self) -> None:
         """A hook cannot call a step off; but parameters without a gradient are left alone."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from bagua.common.objects import allgather_object
 from bagua.common.world import world
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
@@ -341,6 +342,26 @@ def test_a_scheduler_and_a_scaler(everyone, bagua, allreduce):
     reference.step()
     assert_close(model, oracle)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_that_overflows_on_one_rank(everyone, bagua, fused):
+    """Where weights travel: it keeps its weights, and the others do not wait for it."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
+    model.with_bagua([optimizer], bagua.algorithms.decentralized.DecentralizedAlgorithm(False))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        bad = step == 1 and everyone.me == everyone.size - 1
+        loss = model(torch.full((1, 1), torch.inf if bad else 1.0)).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == (4.0 if everyone.me == everyone.size - 1 else 8.0)
+    mean = sum(allgather_object(model.weight.item())) / everyone.size
+    assert mean == pytest.approx(1 / everyone.size - 4.0)
 
 
 def test_nothing_is_left_in_what_is_saved_or_copied(everyone, bagua, allreduce):
