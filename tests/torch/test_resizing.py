@@ -158,3 +158,4 @@ def test_goes_on_on_another_number_of_ranks(resized, name):
         assert bool(mine["said"]) == KEEPS[name]
         for words in mine["said"]:
             assert f"it is of size {before}, this is {after}" in words, f"rank {rank}"
+            assert ("the first rank's weights" in words) == (name in BETWEEN_STEPS)
