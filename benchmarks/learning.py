@@ -8,8 +8,8 @@ with the same rate, which rises and then falls to zero, of SGD with Nesterov mom
 (`--optimizer adam`, which error feedback is not made for). `qadam` is an Adam, and is compared with
 Adam. The ranks share this machine, but with `transport="mpi"` each counts as a machine of its own:
 otherwise hierarchical algorithms would encode nothing, and exact ones send nothing. One rank has
-nobody to send to: its rows tell what an algorithm does to training even so, which only `diloco`,
-with its common step, does.
+nobody to send to: its rows tell what an algorithm does to training even so, as the common step of
+`diloco` and the frozen variance of `qadam` do.
 
 The table says how much worse than the single process each is, and whether that is within what is
 asked: 1 percentage point of accuracy; 2 % of the loss, 5 % for those that send least.
