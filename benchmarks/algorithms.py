@@ -22,10 +22,9 @@ Optimizers = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 def all_algorithms(options: Mapping[str, Mapping[str, Any]]) -> dict[str, Algorithm]:
-    """By name, the exact one first; those with a name have these options changed."""
-    changed = {name: replace(find(name), **options.get(name, {})) for name in names()}
-    exact = {"gradient_allreduce": changed.pop("gradient_allreduce")}
-    return {**exact, **changed, **COMPOSED}
+    """By name, the exact one first; with these options changed."""
+    known = {name: find(name) for name in ("gradient_allreduce", *names())} | COMPOSED
+    return {name: replace(known[name], **options.get(name, {})) for name in known}
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:

@@ -119,7 +119,8 @@ class Text:
 
     @staticmethod
     def allowed(algorithm: str) -> float:
-        return 0.05 if algorithm in ("sign1", "topk", "local_sgd", "diloco") else 0.02
+        seldom = ("sign1", "topk", "local_sgd", "local_sgd_forward", "diloco")
+        return 0.05 if algorithm in seldom else 0.02
 
     def _windows(self, text: torch.Tensor, starts: torch.Tensor) -> Batch:
         windows = text[starts.unsqueeze(1) + torch.arange(self.context + 1)]

@@ -172,7 +172,8 @@ class BetweenSteps:
         loaded, self._loaded = self._loaded, None
         self._begun = True
         mine = kept.identity(self.algorithm, self._process_set, self._names_of_all())
-        if not kept.agrees(loaded, mine, f"{self._prefix}.state", self._process_set):
+        name, instead = f"{self._prefix}.state", ", from the first rank's weights"
+        if not kept.agrees(loaded, mine, name, self._process_set, instead=instead):
             loaded = None
         if loaded is not None:
             self._rounds = loaded["rounds"]

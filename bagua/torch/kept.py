@@ -42,10 +42,11 @@ def agrees(
     name: str,
     process_set: ProcessSet,
     warns: bool = True,
+    instead: str = "",
 ) -> bool:
     """Whether all ranks can take up what they have loaded; warns if some have and cannot.
 
-    Its `identity` must be mine, its `layout` the same on all ranks.
+    Its `identity` must be mine, its `layout` the same on all ranks. `instead` says how they begin.
     """
     problem, layout = "", None
     if state is not None:
@@ -69,8 +70,9 @@ def agrees(
         problems.append("ranks have checkpoints of different steps, or none")
     if problems and warns:
         warnings.warn(
-            "what the algorithm had kept cannot be taken up from this checkpoint and begins anew: "
-            f"{problems[0]}. Let every rank save and load one of its own to go on in the same bits",
+            "what the algorithm had kept cannot be taken up from this checkpoint and begins anew"
+            f"{instead}: {problems[0]}. Let every rank save and load one of its own to go on in "
+            "the same bits",
             stacklevel=2,
         )
     return not problems

@@ -9,6 +9,8 @@ import torch
 
 from bagua.common.errors import UsageError
 
+_LEAST_VARIANCE = 0.01  # once it is frozen; of the mean of its tensor's
+
 
 class QAdam(torch.optim.Optimizer):
     """Adam for `warmup_steps` steps; then its variance stays as it is, and only momentum moves.
@@ -163,6 +165,6 @@ class QAdam(torch.optim.Optimizer):
                 )
             return torch.ones_like(variance)  # there is nothing to divide
         variance = variance / (1 - group["betas"][1] ** self.warmup_steps)
-        variance.clamp_(min=0.01 * variance.mean())
+        variance.clamp_(min=_LEAST_VARIANCE * variance.mean())
         self._roots[param] = variance.sqrt_().add_(group["eps"])
         return self._roots[param]

@@ -8,9 +8,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from common.simulation import Simulation
 from torch import nn
 
-from bagua.algorithms import Algorithm, ByteGrad, DiLoCo, Exchange, PowerSGD, QAdam, TopK
+from bagua.algorithms import Algorithm, ByteGrad, DiLoCo, PowerSGD, QAdam, TopK
 from bagua.algorithms.exchange import CODECS, LOSSY, NEED_FEEDBACK, VALUE_CODECS
 from bagua.common.core import core
 from bagua.common.kinds import ReduceOp
@@ -37,49 +38,6 @@ def keep_order(monkeypatch, hvd):
 
 def gradient(rank: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * rank + step))
-
-
-def travel(coding, values: np.ndarray, residual: np.ndarray | None) -> np.ndarray:
-    whole = values if residual is None else values + residual
-    whole = np.ascontiguousarray(whole, np.float32)
-    wire, said = np.empty(coding.wire_nbytes(whole.size), np.uint8), np.empty_like(whole)
-    coding.encode(whole, wire)
-    coding.decode(wire, said)
-    if residual is not None:
-        residual[:] = whole - said
-    return said
-
-
-class Simulation:
-    """All ranks: each slice goes to its owner, who encodes the mean; or all values to all."""
-
-    def __init__(self, exchange: Exchange, n: int, count: int) -> None:
-        name, kept, values = [*exchange.wire.split(":"), "41", "raw"][:3]
-        self.coding = core.Coding(name, int(kept), values)
-        self.n = n
-        self.sparse = name == "topk"
-        blocks = -(-count // self.coding.block)
-        owned = [len(part) for part in np.array_split(np.arange(blocks), n)]
-        self.ends = np.minimum(np.cumsum(owned) * self.coding.block, count)
-        size = (n + 1, count)
-        self.residuals = np.zeros(size, np.float32) if exchange.feeds_back else [None] * (n + 1)
-
-    def mean(self, values: np.ndarray) -> np.ndarray:
-        if self.n == 1:
-            return values[0]
-        if self.sparse:
-            said = [travel(self.coding, values[r], self.residuals[r]) for r in range(self.n)]
-            return sum(said, np.zeros_like(values[0])) / np.float32(self.n)
-        result, begin = np.empty_like(values[0]), 0
-        for end in self.ends:
-            place = slice(begin, end)
-            lost = [r if r is None else r[place] for r in self.residuals]
-            total = np.zeros(end - begin, np.float32)
-            for rank in range(self.n):
-                total += travel(self.coding, values[rank][place], lost[rank])
-            result[place] = travel(self.coding, total / np.float32(self.n), lost[self.n])
-            begin = end
-        return result
 
 
 def algorithms():

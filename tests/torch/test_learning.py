@@ -2,10 +2,17 @@
 
 A batch is sorted by label before the ranks share it: a rank on its own knows half of the digits.
 `python -m benchmarks.learning` measures the same with more care.
+
+What is asked is one percentage point of test accuracy. Of the 1797 images half are for training and
+900 for testing, by seeds that stay; accuracies are means of two seeds, over 1800 answers. Over
+three seeds the algorithms differed from the single process by -0.33 to 0.59 points in the mean,
+with a standard deviation of at most 0.31 between seeds: a point is three or more of those of a mean
+of two. All but one of them come out alike each time, on one kind of processor.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import replace
 from functools import partial
@@ -20,6 +27,8 @@ from bagua.algorithms import Algorithm, find, names
 pytestmark = pytest.mark.ranks(2)
 
 STEPS = 300
+SEEDS = (0, 1)
+ASKED = 0.01  # at most so much less of the test images
 BATCH = 64
 OPTIONS = {
     "async_model_average": {"sync_interval_ms": 0},
@@ -37,14 +46,14 @@ ALGORITHMS = {
 
 @pytest.fixture(scope="module")
 def digits():
-    """Images and labels of 1437 digits for training and of 360 for testing."""
+    """For each seed the images and labels of 897 digits for training, and of 900 for testing."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
     images = torch.tensor(data.data, dtype=torch.float32) / 16
     labels = torch.tensor(data.target)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    return [(images[part], labels[part]) for part in (order[360:], order[:360])]
+    orders = [torch.randperm(1797, generator=torch.Generator().manual_seed(s)) for s in SEEDS]
+    return [[(images[o], labels[o]) for o in (order[900:], order[:900])] for order in orders]
 
 
 def trained(digits, share, wrap, pause_s=0.0) -> tuple[nn.Module, float]:
@@ -91,23 +100,28 @@ def half(everyone) -> slice:
 @pytest.fixture(scope="module")
 def alone(digits) -> float:
     """What a single process gets right."""
-    return trained(digits, slice(None), sgd)[1]
+    return statistics.fmean(trained(split, slice(None), sgd)[1] for split in digits)
 
 
-def assert_equal_replicas(hvd, model) -> None:
-    for theirs in hvd.allgather_object([p.detach() for p in model.parameters()]):
-        assert all(torch.equal(a, b) for a, b in zip(theirs, model.parameters()))
+def together(hvd, digits, share, name, pause_s=0.0) -> float:
+    """What ranks get right, who end equal."""
+    accuracies = []
+    for split in digits:
+        model, accuracy = trained(split, share, partial(distributed, hvd, name), pause_s)
+        accuracies.append(accuracy)
+        for theirs in hvd.allgather_object([p.detach() for p in model.parameters()]):
+            assert all(torch.equal(a, b) for a, b in zip(theirs, model.parameters()))
+    return statistics.fmean(accuracies)
 
 
 def test_a_rank_by_itself_does_not(everyone, digits, alone):
-    assert trained(digits, half(everyone), sgd)[1] < alone - 0.15
+    for split in digits:
+        assert trained(split, half(everyone), sgd)[1] < alone - 0.15
 
 
 @pytest.mark.parametrize("name", [n for n in ALGORITHMS if ALGORITHMS[n].when != "background"])
 def test_learns_what_a_single_process_learns(everyone, hvd, digits, alone, name):
-    model, together = trained(digits, half(everyone), partial(distributed, hvd, name))
-    assert together > alone - 0.03
-    assert_equal_replicas(hvd, model)
+    assert together(hvd, digits, half(everyone), name) > alone - ASKED
 
 
 @pytest.mark.parametrize("name", [n for n in ALGORITHMS if ALGORITHMS[n].when == "background"])
@@ -115,7 +129,5 @@ def test_learns_although_nobody_says_when_ranks_exchange(everyone, hvd, digits, 
     """So here they share all labels."""
     before = hvd.counters()["exchanges"]
     every_other = slice(everyone.me, None, everyone.size)
-    model, together = trained(digits, every_other, partial(distributed, hvd, name), pause_s=0.002)
-    assert together > alone - 0.03
-    assert hvd.counters()["exchanges"] > before + 10
-    assert_equal_replicas(hvd, model)
+    assert together(hvd, digits, every_other, name, pause_s=0.002) > alone - ASKED
+    assert hvd.counters()["exchanges"] > before + 10 * len(digits)

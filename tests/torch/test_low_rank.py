@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -71,6 +72,82 @@ def test_what_is_lost_is_kept(everyone, hvd):
             assert all(torch.equal(a, p.grad) for a, p in zip(theirs, params))
         before = copy.deepcopy(now)
         optimizer.step()
+
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+}
+
+
+class Products:
+    """What all ranks keep of one matrix, in double precision: e of each rank, and the last Q."""
+
+    def __init__(self, shape, number: int, low_rank: int, n: int) -> None:
+        rows, columns = shape[0], math.prod(shape[1:])
+        generator = torch.Generator().manual_seed(number)
+        # Where the engine's begins, too: anything that is the same on all ranks would do.
+        self.q = torch.empty(min(low_rank, rows, columns), columns).normal_(generator=generator)
+        self.q = self.q.double().T
+        self.lost = [torch.zeros(rows, columns, dtype=torch.float64) for _ in range(n)]
+
+    def mean(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        wholes = [g.reshape(e.shape) + e for g, e in zip(gradients, self.lost)]
+        p = sum(whole @ self.q for whole in wholes) / len(wholes)
+        p = torch.linalg.qr(p)[0]
+        self.q = sum(whole.T @ p for whole in wholes) / len(wholes)
+        result = p @ self.q.T
+        self.lost = [whole - result for whole in wholes]
+        return result.reshape(gradients[0].shape)
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 2])
+@pytest.mark.parametrize("low_rank", [1, 2])
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_is_what_one_loop_over_all_ranks_gives(everyone, hvd, kind, low_rank, warmup_steps):
+    """Gradients depend on weights here, so every step rests on those before."""
+
+    def make(dtype):
+        starts = [gradient(99, number, shape) for number, shape in enumerate(SHAPES)]
+        return [nn.Parameter(start.to(dtype)) for start in starts]
+
+    def pull(params, rank: int, step: int) -> None:
+        goals = [gradient(rank, step, p.shape).to(p.dtype) for p in params]
+        (sum((p - goal).square().sum() for p, goal in zip(params, goals)) / 4).backward()
+
+    algorithm = PowerSGD(low_rank=low_rank, warmup_steps=warmup_steps)
+    params, replica = make(torch.float32), make(torch.float64)
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS[kind](params), algorithm=algorithm)
+    reference, n = OPTIMIZERS[kind](replica), everyone.size
+    products = {
+        number: Products(shape, number, low_rank, n)
+        for number, shape in enumerate(SHAPES)
+        if n > 1 and not algorithm.keeps_exact("", shape)
+    }
+    for step in range(6):
+        optimizer.zero_grad()
+        pull(params, everyone.me, step)
+        gradients = []
+        for rank in everyone.ranks:
+            reference.zero_grad()
+            pull(replica, rank, step)
+            gradients.append([param.grad.clone() for param in replica])
+        for number, (ours, right) in enumerate(zip(params, replica)):
+            theirs = [mine[number] for mine in gradients]
+            if step < warmup_steps or number not in products:
+                right.grad = sum(theirs) / n
+            else:
+                right.grad = products[number].mean(theirs)
+            torch.testing.assert_close(ours.grad.double(), right.grad, rtol=1e-3, atol=1e-4)
+        if step >= warmup_steps:
+            for number, product in products.items():
+                kept = lost(optimizer)[f"parameter.{number}"].double()
+                torch.testing.assert_close(kept, product.lost[everyone.me], rtol=1e-3, atol=1e-4)
+        optimizer.step()
+        reference.step()
+    for ours, right in zip(params, replica):
+        torch.testing.assert_close(ours.double(), right, rtol=1e-3, atol=1e-4)
 
 
 def test_a_matrix_of_that_rank_is_exact_in_the_end(everyone, hvd):

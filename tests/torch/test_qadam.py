@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
+from common.simulation import Simulation
 from torch import nn
 
 from bagua.algorithms import Algorithm, QAdam
@@ -90,6 +92,42 @@ def test_through_a_codec_replicas_stay_equal(everyone, hvd, codec):
     near = 0.02 if codec == "minmax_u8" else 0.2
     for param, expected in zip(params, simulated(everyone.size, 8, 0.0, False)):
         assert (param - expected).abs().max() < near
+
+
+@pytest.mark.parametrize(
+    ("codec", "feedback"), [("minmax_u8", True), ("minmax_u8", False), ("sign1", True)]
+)
+@pytest.mark.parametrize("decay", [(0.0, False), (0.1, False), (0.1, True)])
+def test_through_a_codec_is_what_one_loop_over_all_ranks_gives(
+    everyone, hvd, codec, feedback, decay
+):
+    weight_decay, decoupled = decay
+    algorithm = QAdam(codec=codec, warmup_steps=3, hierarchical=False, error_feedback=feedback)
+    params = trained(everyone, hvd, algorithm, 8, weight_decay=weight_decay, decoupled=decoupled)
+    n, shape, (b1, b2) = everyone.size, SHAPES[0], (0.8, 0.9)
+    simulation = Simulation(algorithm.plan(None, None, 3), n, 30 * 50)
+    x = torch.ones(shape)
+    m, v = torch.zeros(shape), torch.zeros(shape)
+    for step in range(8):
+        grads = [gradient(rank, step, shape) + 2 * x for rank in range(n)]
+        grads = [g + (0 if decoupled else weight_decay) * x for g in grads]
+        if step < 3:
+            mean = sum(grads) / n
+            m = b1 * m + (1 - b1) * mean
+            v = b2 * v + (1 - b2) * mean.square()
+            root = (v / (1 - b2 ** (step + 1))).sqrt() + 1e-8
+            move = m / root
+        else:
+            if step == 3:
+                variance = v / (1 - b2**3)
+                root = variance.clamp(min=0.01 * variance.mean()).sqrt() + 1e-8
+            said = [((b1 * m + (1 - b1) * g) / root).numpy().ravel() for g in grads]
+            move = torch.from_numpy(simulation.mean(np.stack(said))).view(shape)
+            m = move * root
+        x = x * (1 - 0.01 * weight_decay * decoupled) - 0.01 / (1 - b1 ** (step + 1)) * move
+    # Of a value at the border of two codes rounding may choose the other one.
+    far = ~torch.isclose(params[0], x, rtol=1e-5, atol=1e-5)
+    assert far.float().mean() < 0.01
 
 
 def test_by_name_on_one_machine_it_warms_up_as_long_as_the_optimizer(everyone, hvd):

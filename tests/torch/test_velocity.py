@@ -7,12 +7,12 @@ import copy
 import numpy as np
 import pytest
 import torch
+from common.simulation import coding_of, travel
 from torch import nn
 
 from bagua.algorithms import Algorithm, PerParameter, TopK
-from bagua.common.core import core
 
-pytestmark = pytest.mark.ranks(1, 2, 3)
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
 SHAPES = [(7,), (60, 90), (2, 1000)]
 DEEP = TopK(momentum_correction=0.9, density=0.05, hierarchical=False)
@@ -20,15 +20,6 @@ DEEP = TopK(momentum_correction=0.9, density=0.05, hierarchical=False)
 
 def gradient(rank: int, step: int, shape) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * rank + step))
-
-
-def travel(coding, values: np.ndarray, residual: np.ndarray) -> np.ndarray:
-    whole = values + residual
-    wire, said = np.empty(coding.wire_nbytes(whole.size), np.uint8), np.empty_like(whole)
-    coding.encode(whole, wire)
-    coding.decode(wire, said)
-    residual[:] = whole - said
-    return said
 
 
 def made(hvd, algorithm, lr=0.1, shapes=SHAPES):
@@ -59,11 +50,11 @@ def test_without_a_codec_it_is_momentum(everyone, hvd, warmup_steps):
             torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, 4)  # one rank tells nobody, and has momentum as without a codec
 def test_is_what_one_loop_over_all_ranks_gives(everyone, hvd):
     """What did not travel keeps its momentum, what did begins anew."""
     (param,), optimizer = made(hvd, DEEP, shapes=[(60, 90)])
-    coding = core.Coding("topk", 205, "raw")
+    coding = coding_of(DEEP.plan(None, None, 0))
     velocities = np.zeros((everyone.size, 60 * 90), np.float32)
     residuals = np.zeros_like(velocities)
     for step in range(6):
