@@ -6,7 +6,7 @@ Importing this gives every torch.nn.Module one method more, `with_bagua`.
 from __future__ import annotations
 
 import bagua.torch as _frontend  # noqa: F401 - first: it says what is missing without torch
-from bagua.torch_api import algorithms, communication, contrib, data_parallel
+from bagua.torch_api import algorithms, communication, contrib, data_parallel, model_parallel
 from bagua.torch_api.communication import *  # noqa: F403
 from bagua.torch_api.with_bagua import with_bagua
 from bagua.version import __version__
@@ -18,5 +18,6 @@ __all__ = [
     "communication",
     "contrib",
     "data_parallel",
+    "model_parallel",
     "with_bagua",
 ]
