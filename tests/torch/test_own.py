@@ -59,6 +59,24 @@ def test_others_train_as_without_it_and_it_trains_alone(everyone, hvd, name):
     assert torch.equal(params[1], alone)
 
 
+def test_momentum_that_does_not_travel_needs_no_frozen_variance(everyone, hvd):
+    """An expert may see its first row after the warm-up."""
+    params = parameters(everyone)
+    optimizer = hvd.QAdam(params, lr=0.1, warmup_steps=1)
+    plain = torch.optim.Adam([parameters(everyone)[1]], lr=0.1)
+    own, oracle = params[1], plain.param_groups[0]["params"][0]
+    optimizer = hvd.DistributedOptimizer(optimizer, algorithm="qadam")
+    for step in range(5):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        factor = everyone.me * step
+        sum((param * (1 if param is not own else factor)).sum() for param in params).backward()
+        (oracle * factor).sum().backward()
+        optimizer.step()
+        plain.step()
+    torch.testing.assert_close(own, oracle)
+
+
 def test_broadcasts_leave_it_alone(everyone, hvd):
     params = parameters(everyone)
     with torch.no_grad():
