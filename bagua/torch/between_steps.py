@@ -20,6 +20,7 @@ from bagua.common.world import world
 from bagua.torch import capture, kept, ops
 from bagua.torch.arrays import dtype_name
 from bagua.torch.checks import check_parameters, checked_names
+from bagua.torch.own import is_own
 from bagua.torch.pieces import Piece, land_all, pieces_of
 from bagua.torch.safety import first_not_finite
 
@@ -124,7 +125,8 @@ class BetweenSteps:
     def _build(self) -> None:
         """Pieces for the parameters there are; what was kept of them is lost."""
         self._generation += 1
-        params = [p for p, required in zip(self._all_params, self._required) if required]
+        both = zip(self._all_params, self._required)
+        params = [p for p, required in both if required and not is_own(p)]
         named = [(self._name(param), param) for param in params]
         check_parameters(named, self._process_set)
         count = sum(param.numel() for param in params)

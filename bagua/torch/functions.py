@@ -13,6 +13,7 @@ from bagua.common.process_set import ProcessSet, global_process_set
 from bagua.common.world import rank, world
 from bagua.torch import ops
 from bagua.torch.optimizer import DistributedOptimizer
+from bagua.torch.own import is_own
 
 __all__ = [
     "allgather_object",
@@ -48,7 +49,8 @@ def broadcast_parameters(
 ) -> None:
     """Copies the root's tensors into everyone's, in place.
 
-    `params` is `model.state_dict()` or `model.named_parameters()`. What is no tensor is left alone.
+    `params` is `model.state_dict()` or `model.named_parameters()`. What is no tensor is left alone,
+    nor is what each rank has for its own.
     """
     if isinstance(params, torch.nn.Module):
         raise UsageError("broadcast_parameters takes model.state_dict(), not the model")
@@ -61,7 +63,7 @@ def broadcast_parameters(
                 f"not an iterable of {type(item).__name__}"
             )
         _, tensor = item
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, torch.Tensor) and not is_own(tensor):
             distinct.setdefault(_memory_of(tensor), tensor)
     _broadcast(list(distinct.values()), root_rank, process_set)
 
@@ -87,14 +89,24 @@ def broadcast_optimizer_state(
     _check_same_groups(optimizer, process_set)
     is_root = rank() == root_rank
     tensors: list[torch.Tensor] = []
-    skeleton = _without_tensors(optimizer.state_dict(), tensors) if is_root else None
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    own = [index for index, param in enumerate(params) if is_own(param)]
+    skeleton = None
+    if is_root:
+        shared = optimizer.state_dict()
+        if own:
+            state = {index: each for index, each in shared["state"].items() if index not in own}
+            shared = {**shared, "state": state}
+        skeleton = _without_tensors(shared, tensors)
     skeleton = broadcast_object(skeleton, root_rank, process_set=process_set)
     if not is_root:
         skeleton = _with_empty_tensors(skeleton, tensors, _gpu_of(optimizer))
     _broadcast(tensors, root_rank, process_set)
     if not is_root:
+        kept = {params[index]: optimizer.state.get(params[index]) for index in own}
         optimizer.load_state_dict(skeleton)
         _keep_dtypes(optimizer, skeleton)
+        optimizer.state.update({param: state for param, state in kept.items() if state})
 
 
 def _broadcast(tensors: list[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:

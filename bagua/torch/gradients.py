@@ -33,6 +33,7 @@ from bagua.torch.buckets import Bucket, Fold, Slot, claims
 from bagua.torch.checks import check_parameters, checked_names
 from bagua.torch.grouping import Grouping
 from bagua.torch.loose import Loose
+from bagua.torch.own import is_own
 from bagua.torch.safety import NonFinite
 
 _optimizer_numbers = itertools.count()
@@ -373,7 +374,7 @@ class Gradients:
             return
         self._params = [p for params in lists for p in params]
         self._required = [p.requires_grad for p in self._params]
-        wanted = [p for p in self._params if p.requires_grad]
+        wanted = [p for p in self._params if p.requires_grad and not is_own(p)]
         for param in set(self._hooks).difference(wanted):
             self._hooks.pop(param).remove()
             claims.drop(param)
@@ -400,7 +401,7 @@ class Gradients:
         self._unshared = self._unshared or any(s.param.grad is not None for s in added)
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
-        return [(self._name(param), param) for param in self._params]
+        return [(self._name(param), param) for param in self._params if not is_own(param)]
 
     def _name(self, param: torch.Tensor) -> str:
         return self._names.setdefault(param, f"parameter.{len(self._names)}")

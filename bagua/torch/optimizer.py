@@ -111,6 +111,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.stepped()
         return loss
 
+    def fuse_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """`step`, by the name it also has where the wrapped optimizer is fused."""
+        return self.step(closure)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.zeroed()
         self.inner.zero_grad(set_to_none)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bagua.common.errors import UsageError
+from bagua.torch.own import is_own
 
 _LEAST_VARIANCE = 0.01  # once it is frozen; of the mean of its tensor's
 
@@ -20,6 +21,7 @@ class QAdam(torch.optim.Optimizer):
 
     In a `DistributedOptimizer(..., algorithm="qadam")` ranks average gradients during the warm-up,
     exactly, and momentum afterwards, through a codec. By itself it does the same on one rank.
+    Parameters that are each rank's own are not exchanged, so Adam goes on for them.
 
     Args:
         params: parameters, or groups of them with betas and the like of their own.
@@ -131,7 +133,7 @@ class QAdam(torch.optim.Optimizer):
             return
         gradient = self._decayed(param, param.grad.clone(), group)  # type: ignore[union-attr]
         momentum.lerp_(gradient, 1 - beta)
-        if state["step"] > self.warmup_steps:
+        if state["step"] > self.warmup_steps and not is_own(param):
             root = self._frozen_root(param, group, gradient)
         else:
             variance = state["variance"]

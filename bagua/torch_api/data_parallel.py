@@ -10,6 +10,7 @@ import torch
 
 from bagua.common.errors import UsageError
 from bagua.torch import grouped_broadcast_
+from bagua.torch.own import is_own
 from bagua.torch_api.algorithms.algorithm import AnyAlgorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.torch_api.training import Training, training_of
@@ -79,7 +80,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _broadcast_buffers(self) -> None:
         attachments = training_of(self.module).attachments
-        buffers = list(self.module.buffers())
+        buffers = [buffer for buffer in self.module.buffers() if not is_own(buffer)]
         if attachments and buffers:
             process_set = attachments[0].process_set
             grouped_broadcast_(buffers, process_set.ranks[0], process_set=process_set)

@@ -1,4 +1,4 @@
-"""The examples in docstrings of bagua.common and bagua.algorithms do what they say."""
+"""The examples in docstrings do what they say."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for layer in ("common", "algorithms")
-    for path in sorted((ROOT / "bagua" / layer).glob("*.py"))
+    for layer in ("common", "algorithms", "torch_api")
+    for path in sorted((ROOT / "bagua" / layer).rglob("*.py"))
     if ">>>" in path.read_text()
 ]
 

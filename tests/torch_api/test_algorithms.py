@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 import warnings
 
 import pytest
@@ -51,8 +52,6 @@ def test_decentralized(bagua):
     assert shifting == Decentralized(peers="shift_one", every=3, hierarchical=False)
     low = module.LowPrecisionDecentralizedAlgorithm(communication_interval=2)
     assert low.made() == LowPrecisionDecentralized(every=2, hierarchical=True)
-    with pytest.raises(ValueError, match="did you mean 'shift_one'"):
-        module.DecentralizedAlgorithm(peer_selection_mode="shift-one").made()
 
 
 @pytest.mark.ranks(1)
@@ -109,6 +108,73 @@ def test_by_name(bagua):
 def test_a_misspelt_name(bagua, name, meant):
     with pytest.raises(ValueError, match=f"unknown algorithm '{name}'; did you mean '{meant}'"):
         bagua.algorithms.Algorithm.init(name)
+
+
+WRONG = {
+    "bytegrad": [
+        ({"heirarchical": True}, "no argument heirarchical; did you mean 'hierarchical'"),
+        ({"average": "no"}, "average is True or False, not 'no'"),
+    ],
+    "gradient_allreduce": [({"hierarchical": {"nodes": 2}}, "hierarchical is True or False, not")],
+    "decentralized": [
+        (
+            {"peer_selection_mode": "shift-one"},
+            "='shift-one' is not known; did you mean 'shift_one'",
+        ),
+        ({"peer_selection_mode": ["all"]}, r"peer_selection_mode=\['all'\] is not known"),
+        ({"communication_interval": 0}, "interval is a number of steps, at least 1, not 0"),
+        ({"communication_interval": "2"}, "interval is a number of steps, at least 1, not '2'"),
+    ],
+    "low_precision_decentralized": [({"communication_interval": 1.5}, "at least 1, not 1.5")],
+    "async": [
+        ({"sync_interval_ms": -3}, "sync_interval_ms is at least 0, not -3"),
+        ({"sync_interval_ms": True}, "sync_interval_ms is a number, not True"),
+        ({"warmup_steps": -1}, "warmup_steps is a number of steps, not -1"),
+    ],
+}
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", list(WRONG))
+def test_a_wrong_argument_is_told_at_once(bagua, name):
+    """By the name that the user has written."""
+    kind = type(bagua.algorithms.Algorithm.init(name))
+    for arguments, message in WRONG[name]:
+        with pytest.raises(ValueError, match=message):
+            kind(**arguments)
+
+
+@pytest.mark.ranks(1)
+def test_what_is_no_name_of_an_algorithm(bagua):
+    for name in ({"name": "bytegrad"}, ["bytegrad"], None):
+        with pytest.raises(ValueError, match=r"unknown algorithm .*; known: async, bytegrad"):
+            bagua.algorithms.Algorithm.init(name)
+
+
+@pytest.mark.ranks(1)
+def test_an_algorithm_can_be_copied_and_subclassed(bagua):
+    one = bagua.algorithms.bytegrad.ByteGradAlgorithm(average=False)
+    assert copy.deepcopy(one) == pickle.loads(pickle.dumps(one)) == one
+
+    class Mine(bagua.algorithms.Algorithm):
+        def __init__(self, codec):
+            self.codec = codec
+
+        def made(self):
+            from bagua.algorithms import ByteGrad
+
+            return ByteGrad(codec=self.codec)
+
+    assert Mine(codec="minmax_u4").made().codec == "minmax_u4"
+
+
+@pytest.mark.ranks(1)
+def test_what_is_almost_an_algorithm(bagua):
+    kind = bagua.algorithms.bytegrad.ByteGradAlgorithm
+    with pytest.raises(ValueError, match=r"not type; write ByteGradAlgorithm\(\)"):
+        nn.Linear(1, 1).with_bagua([], kind)
+    with pytest.raises(ValueError, match="qadam needs q_adam_optimizer: "):
+        nn.Linear(1, 1).with_bagua([], "qadam")
 
 
 # ---- training ----------------------------------------------------------------------------------

@@ -420,6 +420,30 @@ def test_a_group(everyone, bagua, allreduce):
     optimizer.step()
 
 
+@pytest.mark.parametrize(
+    "attribute",
+    ["_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore"],
+)
+def test_what_is_ignored_stays_each_ranks_own(everyone, bagua, allreduce, attribute):
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1))
+    for tensor in (model[0].weight, model[1].bias, model[1].running_mean, model[1].running_var):
+        nn.init.constant_(tensor, everyone.me)
+    setattr(model, attribute, ["0.weight", "1.running_mean"])
+    optimizer = torch.optim.SGD([model[0].weight, model[1].bias], lr=1.0)
+    with pytest.warns(UserWarning, match=r"1 parameters .* \(1.weight\)"):
+        ddp = bagua.data_parallel.DistributedDataParallel(
+            model, optimizers=[optimizer], algorithm=allreduce
+        )
+    ddp(torch.ones(2, 1) * everyone.me)
+    assert model[0].weight.item() == everyone.me
+    # BatchNorm takes a tenth of the mean it sees, which is the square of the rank
+    assert model[1].running_mean.item() == pytest.approx(everyone.me * (0.9 + 0.1 * everyone.me))
+    (model[0].weight * everyone.me + model[1].bias * everyone.me).sum().backward()
+    optimizer.step()
+    assert model[0].weight.item() == 0
+    assert model[1].bias.item() == -(everyone.size - 1) / 2
+
+
 def test_what_cannot_be(everyone, bagua, allreduce):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -433,8 +457,8 @@ def test_what_cannot_be(everyone, bagua, allreduce):
         model.with_bagua([optimizer], type(allreduce))
     with pytest.raises(ValueError, match="group made by new_group"):
         model.with_bagua([optimizer], allreduce, process_group=[0])
-    model._ddp_params_and_buffers_to_ignore = ["0.weight"]
-    with pytest.raises(ValueError, match="_ddp_params_and_buffers_to_ignore is not in this"):
+    model._ddp_params_and_buffers_to_ignore = ["0.wieght"]
+    with pytest.raises(ValueError, match=r"no parameter or buffer '0.wieght'; did .* '0.weight'"):
         model.with_bagua([optimizer], allreduce)
 
 

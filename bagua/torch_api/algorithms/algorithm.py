@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import inspect
+from collections.abc import Sequence
 from typing import Any, Union
 
 from bagua import algorithms
@@ -21,7 +24,33 @@ _KNOWN = {
 
 
 class Algorithm:
-    """An algorithm by Bagua's arguments; `made` is the same by ours."""
+    """An algorithm by Bagua's arguments; `made` is the same by ours.
+
+    Each is a frozen dataclass, and what is wrong with an argument is an error here and not when a
+    model is given it.
+    """
+
+    def __new__(cls, *_: Any, **arguments: Any) -> Algorithm:
+        taken = inspect.signature(cls.__init__).parameters
+        if not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+            for name in arguments:
+                if name not in taken:
+                    known = list(taken)[1:]  # without self
+                    raise UsageError(
+                        f"{cls.__name__} has no argument {name}{nearest(name, known)}; it has: "
+                        f"{', '.join(known) or 'none'}"
+                    )
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if isinstance(field.default, bool) and not isinstance(value, bool):
+                raise UsageError(f"{field.name} is True or False, not {value!r}")
+            numeric = type(field.default) is int
+            if numeric and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise UsageError(f"{field.name} is a number, not {value!r}")
+        self.made()
 
     def made(self) -> algorithms.Algorithm:
         raise NotImplementedError
@@ -29,15 +58,30 @@ class Algorithm:
     @classmethod
     def init(cls, name: str, **arguments: Any) -> Algorithm:
         """The algorithm of that name: `Algorithm.init("bytegrad", average=False)`."""
-        if name not in _KNOWN:
+        if not isinstance(name, str) or name not in _KNOWN:
             raise UsageError(
                 f"unknown algorithm {name!r}{nearest(str(name), _KNOWN)}; known: "
                 f"{', '.join(sorted(_KNOWN))}"
             )
         module, kind = _KNOWN[name]
         home = importlib.import_module(f"bagua.torch_api.algorithms.{module}")
-        algorithm: Algorithm = getattr(home, kind)(**arguments)
+        made_by = getattr(home, kind)
+        for field in dataclasses.fields(made_by):
+            if field.default is dataclasses.MISSING and field.name not in arguments:
+                raise UsageError(
+                    f"{name} needs {field.name}: Algorithm.init({name!r}, {field.name}=...)"
+                )
+        algorithm: Algorithm = made_by(**arguments)
         return algorithm
+
+
+def one_of(argument: str, value: Any, known: Sequence[str]) -> None:
+    """Refuses what is none of these."""
+    if value not in known:
+        raise UsageError(
+            f"{argument}={value!r} is not known{nearest(str(value), known)}; known: "
+            f"{', '.join(known)}"
+        )
 
 
 AnyAlgorithm = Union[Algorithm, algorithms.Algorithm, str]
@@ -51,7 +95,11 @@ def made(algorithm: AnyAlgorithm) -> algorithms.Algorithm:
         return algorithm.made()
     if isinstance(algorithm, algorithms.Algorithm):
         return algorithm
+    called = isinstance(algorithm, type) and issubclass(
+        algorithm, (Algorithm, algorithms.Algorithm)
+    )
+    hint = f"; write {algorithm.__name__}()" if called else ""
     raise UsageError(
         "an algorithm of bagua.torch_api.algorithms or bagua.algorithms is needed, or a name, not "
-        f"{type(algorithm).__name__}"
+        f"{type(algorithm).__name__}{hint}"
     )

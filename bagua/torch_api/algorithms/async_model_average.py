@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from bagua import algorithms
-from bagua.common.config import nearest
-from bagua.common.errors import UsageError
-from bagua.torch_api.algorithms.algorithm import Algorithm
+from bagua.torch_api.algorithms.algorithm import Algorithm, one_of
 from bagua.torch_api.training import distributed_optimizers
 
 
@@ -22,11 +20,8 @@ class AsyncModelAverageAlgorithm(Algorithm):
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        if self.peer_selection_mode != "all":
-            raise UsageError(
-                f"peer_selection_mode={self.peer_selection_mode!r} is not known"
-                f"{nearest(str(self.peer_selection_mode), ['all'])}; known: all"
-            )
+        one_of("peer_selection_mode", self.peer_selection_mode, ["all"])
+        super().__post_init__()
 
     def made(self) -> algorithms.Algorithm:
         return algorithms.AsyncModelAverage(

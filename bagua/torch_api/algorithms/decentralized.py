@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bagua import algorithms
-from bagua.torch_api.algorithms.algorithm import Algorithm
+from bagua.algorithms.exchange import PEERS
+from bagua.common.errors import UsageError
+from bagua.torch_api.algorithms.algorithm import Algorithm, one_of
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,11 @@ class DecentralizedAlgorithm(Algorithm):
     hierarchical: bool = True
     peer_selection_mode: str = "all"
     communication_interval: int = 1
+
+    def __post_init__(self) -> None:
+        one_of("peer_selection_mode", self.peer_selection_mode, PEERS)
+        _check(self.communication_interval)
+        super().__post_init__()
 
     def made(self) -> algorithms.Algorithm:
         return algorithms.Decentralized(
@@ -34,7 +41,19 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
     hierarchical: bool = True
     communication_interval: int = 1
 
+    def __post_init__(self) -> None:
+        _check(self.communication_interval)
+        super().__post_init__()
+
     def made(self) -> algorithms.Algorithm:
         return algorithms.LowPrecisionDecentralized(
             every=self.communication_interval, hierarchical=self.hierarchical
+        )
+
+
+def _check(communication_interval: int) -> None:
+    if not isinstance(communication_interval, int) or communication_interval < 1:
+        raise UsageError(
+            "communication_interval is a number of steps, at least 1, not "
+            f"{communication_interval!r}"
         )

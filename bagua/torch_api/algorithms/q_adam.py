@@ -24,6 +24,7 @@ class QAdamAlgorithm(Algorithm):
             raise UsageError(
                 f"a QAdamOptimizer is needed, not {type(self.q_adam_optimizer).__name__}"
             )
+        super().__post_init__()
 
     def made(self) -> algorithms.Algorithm:
         return algorithms.QAdam(

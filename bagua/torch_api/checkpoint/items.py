@@ -1,0 +1,80 @@
+"""What a checkpoint is made of: weights and optimizer states, one by one, under keys."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bagua.common.errors import UsageError
+from bagua.torch.kept import KEY
+from bagua.torch.own import is_own
+
+# ("weight", name), ("state", number of the optimizer, index of the parameter),
+# ("groups", number of the optimizer) and ("kept", number of the optimizer).
+Key = tuple[Any, ...]
+Items = dict[Key, Any]
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+def items_of(model: torch.nn.Module, optimizers: Optimizers) -> tuple[Items, set[Key]]:
+    """Everything there is, and the keys of what no other rank has a replica of."""
+    named: list[tuple[str, torch.Tensor]] = [*model.named_parameters(remove_duplicate=False)]
+    named += model.named_buffers(remove_duplicate=False)
+    own: set[Key] = {("weight", name) for name, tensor in named if is_own(tensor)}
+    items: Items = {("weight", name): value for name, value in model.state_dict().items()}
+    for number, optimizer in enumerate(optimizers):
+        state = dict(optimizer.state_dict())
+        kept = state.pop(KEY, None)
+        for index, entry in state.pop("state", {}).items():
+            items["state", number, index] = entry
+        items["groups", number] = state
+        if kept is not None:  # by an algorithm, from step to step
+            items["kept", number] = kept
+            own.add(("kept", number))
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        own |= {("state", number, index) for index, param in enumerate(params) if is_own(param)}
+    return items, own & set(items)
+
+
+def take_up(items: Items, model: torch.nn.Module, optimizers: Optimizers, strict: bool) -> None:
+    """The reverse."""
+    saved = sum(key[0] == "groups" for key in items)
+    if optimizers and len(optimizers) != saved:
+        raise UsageError(f"the checkpoint has {saved} optimizers, here are {len(optimizers)}")
+    weights = {key[1]: value for key, value in items.items() if key[0] == "weight"}
+    model.load_state_dict(weights, strict=strict)
+    for number, optimizer in enumerate(optimizers):
+        state = dict(items["groups", number])
+        state["state"] = {
+            key[2]: entry for key, entry in items.items() if key[:2] == ("state", number)
+        }
+        if ("kept", number) in items:
+            state[KEY] = items["kept", number]
+        optimizer.load_state_dict(state)
+
+
+def digest(value: Any) -> bytes:
+    """Equal for equal bits."""
+    found = hashlib.blake2b(digest_size=16)
+    _feed(value, found)
+    return found.digest()
+
+
+def _feed(value: Any, found: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        found.update(repr((value.dtype, tuple(value.shape))).encode())
+        flat = value.detach().cpu().contiguous().flatten()
+        found.update(flat.view(torch.uint8).numpy().data)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            found.update(repr(key).encode())
+            _feed(item, found)
+    elif isinstance(value, (list, tuple)):
+        found.update(repr(len(value)).encode())
+        for item in value:
+            _feed(item, found)
+    else:
+        found.update(repr(value).encode())

@@ -1,0 +1,89 @@
+"""`CacheLoader`: values by key, loaded once and kept where all ranks find them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from bagua.common.config import nearest
+from bagua.common.errors import UsageError
+from bagua.torch_api.contrib.file_store import FileStore
+from bagua.torch_api.contrib.redis_store import RedisStore
+
+
+class Store(Protocol):
+    """Where bytes are kept. It may forget some."""
+
+    def get(self, key: str) -> bytes | None: ...
+
+    def put(self, values: Mapping[str, bytes]) -> None: ...
+
+    def count(self) -> int: ...
+
+
+# Each takes the name of the data set first.
+STORES: dict[str, Callable[..., Store]] = {"redis": RedisStore, "files": FileStore}
+
+
+class CacheLoader:
+    """Asks a store for a value, and loads and stores what it has not.
+
+    It can be used in the workers of a `DataLoader`. Values are pickled: let nobody write to the
+    store who may not run code here.
+
+    Args:
+        backend: `"redis"`, whose arguments are those of `RedisStore`, or `"files"`, of `FileStore`.
+        dataset_name: values of one name are apart from those of another.
+        writer_buffer_size: so many values are written together; until then others load them again.
+
+    >>> import tempfile
+    >>> cache = CacheLoader("files", folder=tempfile.mkdtemp())
+    >>> cache.get("seven", lambda key: 7), cache.get("seven", None), cache.num_keys()
+    (7, 7, 1)
+    """
+
+    def __init__(
+        self,
+        backend: str = "redis",
+        dataset_name: str = "",
+        writer_buffer_size: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        if backend not in STORES:
+            raise UsageError(
+                f"backend={backend!r} is not known{nearest(str(backend), STORES)}; known: "
+                f"{', '.join(STORES)}"
+            )
+        if isinstance(writer_buffer_size, bool) or not isinstance(writer_buffer_size, int):
+            raise UsageError(f"writer_buffer_size is a number, not {writer_buffer_size!r}")
+        if writer_buffer_size < 1:
+            raise UsageError(f"writer_buffer_size is at least 1, not {writer_buffer_size}")
+        self.writer_buffer_size = writer_buffer_size
+        self.store = STORES[backend](dataset_name, **kwargs)
+        self._unwritten: dict[str, bytes] = {}
+
+    def get(self, key: Any, load_fn: Callable[[Any], Any]) -> Any:
+        """The value of a key, by `load_fn(key)` where it is not in the store."""
+        name = str(key)
+        data = self._unwritten.get(name)
+        if data is None:
+            data = self.store.get(name)
+        if data is not None:
+            return pickle.loads(data)
+        value = load_fn(key)
+        self._unwritten[name] = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        if len(self._unwritten) >= self.writer_buffer_size:
+            self.flush()
+        return value
+
+    def flush(self) -> None:
+        """Writes what has been loaded here and not written yet."""
+        unwritten, self._unwritten = self._unwritten, {}
+        if unwritten:
+            self.store.put(unwritten)
+
+    def num_keys(self) -> int:
+        """How many values of this name the store has."""
+        self.flush()
+        return self.store.count()

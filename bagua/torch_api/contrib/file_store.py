@@ -1,0 +1,67 @@
+"""Values as files in a folder: of a local disk, or of memory as in /dev/shm."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import quote
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class FileStore:
+    """One file for each value. They stay when the job is over, until somebody removes them.
+
+    Args:
+        name: of the data set; a folder inside the other.
+        folder: of each machine, or one that all see.
+    """
+
+    def __init__(self, name: str, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder) / quote(f"{name}.cache", safe="")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._full = False
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            return self._path(key).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def put(self, values: Mapping[str, bytes]) -> None:
+        for key, data in values.items():
+            if self._full:
+                return
+            try:
+                self._write(self._path(key), data)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                self._full = True
+                warnings.warn(f"{self._folder} is full; the rest is not cached", stacklevel=2)
+
+    def count(self) -> int:
+        return sum(1 for _ in self._folder.glob("??/*"))
+
+    def _path(self, key: str) -> Path:
+        name = hashlib.sha256(key.encode()).hexdigest()
+        return self._folder / name[:2] / name  # few files in one folder
+
+    def _write(self, path: Path, data: bytes) -> None:
+        """All of it or nothing: others may look for it now."""
+        path.parent.mkdir(exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=self._folder)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(data)
+            os.replace(name, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise

