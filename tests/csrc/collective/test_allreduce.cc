@@ -255,7 +255,8 @@ void check_adasum(int n, size_t count) {
 
 TEST(Adasum, FollowsItsDefinition) {
   for (int n = 1; n <= 9; ++n)
-    for (const size_t count : {1, 100, 9001, 20001}) {  // never halved, sometimes, always
+    // Never halved, sometimes, always; and around the length from which on a part is.
+    for (const size_t count : {1, 100, 4095, 4096, 4097, 8191, 8192, 8193, 16383, 16385, 20001}) {
       SCOPED_TRACE(std::to_string(n) + " ranks, " + std::to_string(count));
       check_adasum(n, count);
     }
