@@ -250,13 +250,19 @@ class Job:
     def _check_halt(self) -> None:
         """Survivors have ended, and nobody else can make the ranks that stand still do so."""
         left = self._open_links()
-        over = self._fault_tolerant and self._exits and left and all(link.halted for link in left)
-        if not over or self._order is not None:
+        survived = any(exit.peer or not exit.failed for exit in self._exits.values())
+        over = survived and left and all(link.halted for link in left)
+        if not (over and self._fault_tolerant) or self._order is not None:
             self._halt_ends = float("inf")
             return
         now = time.monotonic()
         self._halt_ends = min(self._halt_ends, now + _HALT_S)
         if now > self._halt_ends:
+            ranks = ", ".join(str(link.rank) for link in left)
+            text = (
+                f"bagua-run: ending rank {ranks}, which a signal has halted: all others have ended"
+            )
+            say(self._screens[STDERR], text)
             self._stop(KILL)
 
     def _signal_mpirun(self, number: int) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 from launch.test_run import code, run, start
@@ -109,6 +110,28 @@ def test_survivors_of_a_rank_that_stands_still_end_well():
     program = "\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)"
     result, _, err = run("-np", 2, "--fault-tolerant", *code(program))
     assert result == 0
+    assert err.splitlines()[-1] == "bagua-run: the surviving ranks went on and ended well"
+
+
+def test_ranks_that_stand_still_are_survivors_who_may_go_on():
+    """Though one has failed: none of those who have heard of it has ended."""
+    program = """
+if rank == 2: os._exit(3)
+if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)
+if rank == 0:
+    print(os.getpid())
+    os.kill(os.getpid(), signal.SIGSTOP)
+print("done", rank)
+"""
+    with start("-np", 3, "--fault-tolerant", *code(program)) as job:
+        said = [job.stderr.readline() for _ in range(2)]
+        time.sleep(6)  # longer than halted ranks get when all others have ended
+        for line in said:
+            os.kill(int(line.split("kill -CONT ")[1].split("`")[0]), signal.SIGCONT)
+        out, err = job.communicate(timeout=60)
+    assert job.returncode == 0
+    assert "done 0" in out
+    assert "done 1" in out
     assert err.splitlines()[-1] == "bagua-run: the surviving ranks went on and ended well"
 
 
