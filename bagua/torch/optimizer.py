@@ -91,6 +91,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._since = 0  # the step from which the algorithm counts
         self._compared = 0  # the last step after which replicas were compared
         self._resting = False  # nothing is begun in the background
+        self._overflows: Any = 0.0  # the sum of squares of steps in which a GradScaler found one
         self._loaded: dict[str, Any] | None = None  # of an algorithm that comes with the next step
         self._algorithm = self._checked(algorithm or world().config.algorithm)
         self._driver: Driver = self._driver_of(self._algorithm.at(0))
@@ -197,7 +198,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Where replicas had been different, all end with their exact average first.
         """
-        self._algorithm = self._checked(algorithm)
+        wanted = self._checked(algorithm)
+        if wanted.at(0).what in ("grad", "momentum"):
+            self._refuse_scales_that_differ()
+        self._algorithm = wanted
         self._since = self._step
         self._resting = False
         self._catch_up()
@@ -226,6 +230,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._resting = resting  # also if it is to begin only after a warm-up
         if isinstance(self._driver, Background):
             self._driver.resting = resting
+
+    def _refuse_scales_that_differ(self) -> None:
+        """Where each rank unscales by itself, each has a scale of its own in time."""
+        if not isinstance(self._driver, BetweenSteps):
+            return
+        overflows, self._overflows = float(self._overflows), 0.0
+        if not safety.alike(overflows, "overflows", self._process_set):
+            raise UsageError(
+                "GradScalers of the ranks have had overflows at different steps, so their scales "
+                "differ, and gradients are averaged with one: make a new GradScaler on every rank, "
+                "and choose the algorithm again"
+            )
 
     def _checked(self, algorithm: Choice) -> Algorithm:
         if isinstance(algorithm, Mapping) or callable(algorithm):
@@ -299,19 +315,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = unscales  # as a GradScaler asks for it
 
-    def unscaled(self, told: torch.optim.Optimizer) -> bool:
-        """Undoes what a GradScaler has left in this object; whether gradients can be used."""
+    def unscaled(self, told: torch.optim.Optimizer, alone: bool = False) -> bool:
+        """Undoes what a GradScaler has left in this object; whether gradients can be used.
+
+        An optimizer that does both alone is let do it.
+        """
         overflow, scale = (vars(told).get(name) for name in ("found_inf", "grad_scale"))
+        if overflow is not None:  # on its device, where nobody waits for it
+            self._overflows = self._overflows + (overflow > 0).double() * (self._step + 1) ** 2
+        if alone:
+            return True
+        overflown = overflow is not None and bool(overflow)
         for name in vars(told).keys() & {"found_inf", "grad_scale"}:  # what else would use them
             setattr(told, name, None)
-        if overflow is not None and float(overflow):
-            return False
-        if scale is not None:
-            grads = [p.grad for group in self.param_groups for p in group["params"]]
-            for grad in grads:
+        if scale is not None and not overflown:
+            for grad in (p.grad for group in self.param_groups for p in group["params"]):
                 if grad is not None:
                     grad.div_(scale.to(grad.device))
-        return True
+        return not overflown
 
     # ---- what the wrapped optimizer is ---------------------------------------------------------
 

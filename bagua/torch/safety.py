@@ -26,7 +26,7 @@ class ReplicasDifferError(BaguaError):
 def check_replicas(named: Named, name: str, process_set: ProcessSet) -> None:
     """Raises on every rank, naming the first parameter that differs, and who differs from whom."""
     mine = [_checksum(param) for _, param in named]
-    if _alike(zlib.crc32(np.array(mine, np.uint32).data), name, process_set):
+    if alike(zlib.crc32(np.array(mine, np.uint32).data), name, process_set):
         return
     try:
         everyone = allgather_object(mine, f"{name}.each", process_set)
@@ -62,9 +62,9 @@ def consensus_distance(named: Named, process_set: ProcessSet) -> float:
     return math.sqrt(float(total[0]) / size) if size else 0.0
 
 
-def _alike(number: int, name: str, process_set: ProcessSet) -> bool:
+def alike(number: float, name: str, process_set: ProcessSet) -> bool:
     """Whether it is the same on all ranks: where the largest is the smallest, in one exchange."""
-    both = np.array([number, -number], np.int64)
+    both = np.array([number, -number], np.float64)
     both = allreduce(both, name=name, op=ReduceOp.Max, process_set=process_set)
     return bool(both[0] == -both[1])
 

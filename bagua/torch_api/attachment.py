@@ -72,7 +72,7 @@ class Attachment:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self.distributed.synchronize()
-            finite = not self._unscales or self.distributed.unscaled(optimizer)
+            finite = self.distributed.unscaled(optimizer, alone=not self._unscales)
             if self.distributed.skips or not finite:
                 self._hide_gradients()
             return None

@@ -227,6 +227,9 @@ def test_a_rank_whose_gradients_are_no_numbers_keeps_its_weights(everyone, hvd, 
         assert bool(words) == (bad and how == "check_finite")
         assert all(f"w on rank {everyone.me}; this rank keeps" in said for said in words)
         scaler.update()
+    if how == "scaler" and everyone.size > 1:
+        with pytest.raises(hvd.UsageError, match="make a new GradScaler on every rank"):
+            optimizer.set_algorithm("gradient_allreduce")
     optimizer.settle()
     # Every rank has stepped six times, the last one five times.
     torch.testing.assert_close(param.detach(), torch.full((10,), 1 / everyone.size - 6.0))
