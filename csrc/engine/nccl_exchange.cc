@@ -200,9 +200,11 @@ void NcclExchange::check() {
 }
 
 void NcclExchange::abort() noexcept {
+  std::vector<NcclGroup*> all;
   for (auto& [set, group] : groups_)
-    if (group) group->abort();
-  for (auto& group : ending_) group->abort();
+    if (group) all.push_back(group.get());
+  for (auto& group : ending_) all.push_back(group.get());
+  NcclGroup::abort(all);
   try {
     if (device_) device_->drain(stream_);
   } catch (const std::exception&) {  // it is broken, and writes no more

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -91,13 +92,26 @@ NcclGroup::NcclGroup(const NcclLibrary& library, const NcclId& id, int size, int
   }
 }
 
-void NcclGroup::abort() {
-  auto* comm = std::exchange(comm_, nullptr);
-  if (comm && captured_) {
-    std::thread([abort = library_.abort, comm] { abort(comm); }).detach();
-  } else if (comm) {
-    library_.abort(comm);
+// Each by a thread of its own: NCCL ends a communicator when its kernels have ended, and those may
+// be queued behind kernels of another one, which end when that is aborted.
+void NcclGroup::abort(const std::vector<NcclGroup*>& groups) {
+  std::vector<std::thread> threads;
+  for (NcclGroup* group : groups) {
+    auto* comm = std::exchange(group->comm_, nullptr);
+    if (!comm) continue;
+    const auto end = [abort = group->library_.abort, comm] { abort(comm); };
+    try {
+      std::thread thread(end);
+      if (group->captured_) {
+        thread.detach();
+      } else {
+        threads.push_back(std::move(thread));
+      }
+    } catch (const std::system_error&) {  // no more threads here
+      end();
+    }
   }
+  for (std::thread& thread : threads) thread.join();
 }
 
 void NcclGroup::end() {

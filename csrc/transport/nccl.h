@@ -33,7 +33,9 @@ class NcclGroup {
   // Ends what is still under way, unless it has ended well.
   ~NcclGroup() { abort(); }
   NcclGroup(const NcclGroup&) = delete;
-  void abort();
+  void abort() { abort({this}); }
+  // Of all groups of a device at once: one after another they may wait for each other for ever.
+  static void abort(const std::vector<NcclGroup*>& groups);
   // Nothing comes any more: what NCCL's own threads still have to send, they do; true when they
   // have.
   void end();

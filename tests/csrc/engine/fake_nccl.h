@@ -12,9 +12,11 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "common/clock.h"
 #include "device/nccl_library.h"
 #include "device/pretend.h"
 
@@ -43,6 +45,7 @@ struct bagua::NcclCommunicator {
   std::shared_ptr<bagua::FakeNcclWorld> world;
   int rank;
   int64_t round = 0;
+  void* stream = nullptr;  // the last that was used
   int looks_until_ready = 5;
   bool aborted = false;        // under the world's mutex
   std::vector<float> factors;  // of operations made with one
@@ -74,12 +77,7 @@ class FakeNccl {
         ++finalized_;
         return NcclResult::kInProgress;
       };
-      l.abort = [](Comm comm) {
-        std::lock_guard<std::mutex> lock(comm->world->mutex);
-        comm->aborted = true;
-        comm->world->changed.notify_all();
-        return NcclResult::kSuccess;
-      };
+      l.abort = abort;
       l.group_start = [] {
         ++depth_;
         return NcclResult::kSuccess;
@@ -114,6 +112,14 @@ class FakeNccl {
   static int finalized() { return finalized_; }
   // Of this thread: groups that have begun and not ended.
   static int depth() { return depth_; }
+  // From now on an abort returns when so many have begun, of communicators that use a stream, as if
+  // each waited for kernels of the others. True if that has always been so.
+  static void abort_together(int count) {
+    std::lock_guard<std::mutex> lock(aborting_mutex_);
+    aborting_.clear();
+    together_ = count;
+  }
+  static bool aborted_together() { return !lonely_; }
   // The next call that moves something fails.
   static void fail_next() { fails_ = true; }
 
@@ -146,6 +152,24 @@ class FakeNccl {
     return NcclResult::kInProgress;
   }
 
+  static NcclResult abort(Comm comm) {
+    {
+      std::lock_guard<std::mutex> lock(comm->world->mutex);
+      comm->aborted = true;
+      comm->world->changed.notify_all();
+    }
+    auto all_begun = [comm, begins = true]() mutable {
+      std::lock_guard<std::mutex> lock(aborting_mutex_);
+      aborting_[comm->stream] += std::exchange(begins, false);
+      return aborting_[comm->stream] >= together_;
+    };
+    const double late_s = now_s() + 5;
+    bool together = all_begun();
+    for (; !together && now_s() < late_s; together = all_begun()) std::this_thread::yield();
+    if (!together) lonely_ = true;
+    return NcclResult::kSuccess;
+  }
+
   static size_t nbytes_of(NcclType type) {
     return type == NcclType::kU8 || type == NcclType::kI8     ? 1
            : type == NcclType::kI64 || type == NcclType::kF64 ? 8
@@ -165,6 +189,7 @@ class FakeNccl {
     if (const NcclResult refused = enter(comm); refused != NcclResult::kSuccess) return refused;
     const auto world = comm->world;
     const int rank = comm->rank;
+    comm->stream = stream;
     on(stream, [=] {
       std::unique_lock<std::mutex> lock(world->mutex);
       if (comm->aborted) return;
@@ -266,8 +291,10 @@ class FakeNccl {
     return NcclResult::kSuccess;
   }
 
-  static inline std::atomic<int> calls_{0}, finalized_{0};
-  static inline std::atomic<bool> fails_{false};
+  static inline std::atomic<int> calls_{0}, finalized_{0}, together_{0};
+  static inline std::mutex aborting_mutex_;
+  static inline std::map<void*, int> aborting_;  // by stream; aborting_mutex_
+  static inline std::atomic<bool> fails_{false}, lonely_{false};
   static inline thread_local int depth_ = 0;
   static inline thread_local std::vector<Comm> in_group_;
 };

@@ -89,6 +89,31 @@ TEST(NcclFailure, AnErrorOfNcclLeavesNoGroupOpen) {
   });
 }
 
+// Kernels of one communicator may be queued behind those of another.
+TEST(NcclFailure, CommunicatorsAreAbortedAtOnce) {
+  for (const bool fails : {true, false}) {
+    {
+      GpuWorld world(2);
+      FakeNccl::abort_together(2);
+      world.run([&](int rank, Gpu& gpu, Engine& engine) {
+        std::vector<float> values(1000);
+        const int32_t sets[] = {add_set(engine, {0}), add_set(engine, {1})};
+        for (const int32_t set : {0, sets[rank]}) {
+          gpu.compute(values, 1);
+          gpu.exchange(engine, allreduce_of("x", values, ReduceOp::kSum, set), values);
+        }
+        if (!fails) return;
+        FakeNccl::fail_next();
+        error_of<PeerError>([&] {
+          for (;;) call(engine, gpu.on_device(allreduce_of("x", values)));
+        });
+      });
+    }
+    EXPECT_TRUE(FakeNccl::aborted_together()) << (fails ? "after an error" : "at the end");
+    FakeNccl::abort_together(0);
+  }
+}
+
 TEST(NcclFailure, ABrokenDeviceIsAnErrorAndNoHang) {
   GpuWorld world(2);
   world.run([&](int rank, Gpu& gpu, Engine& engine) {
