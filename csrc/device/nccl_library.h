@@ -9,7 +9,13 @@
 
 namespace bagua {
 
-enum class NcclResult : int { kSuccess = 0, kRemoteError = 6, kInProgress = 7 };
+enum class NcclResult : int {
+  kSuccess = 0,
+  kSystemError = 2,
+  kInternalError = 3,
+  kRemoteError = 6,
+  kInProgress = 7,
+};
 enum class NcclType : int {
   kI8 = 0,
   kU8 = 1,

@@ -74,6 +74,15 @@ struct Scalar {
   }
 };
 
+constexpr const char* kHint = "; NCCL_DEBUG=WARN tells more, and nccl=False does without NCCL";
+
+// A dead peer, and a network that breaks or refuses, are errors of the system where a socket of
+// NCCL's has noticed it, and internal ones where one of its threads has (NVIDIA/nccl#795).
+bool blames_others(NcclResult result) {
+  return result == NcclResult::kRemoteError || result == NcclResult::kSystemError ||
+         result == NcclResult::kInternalError;
+}
+
 bool all_alike(const NcclGroup::Counts& counts) {
   return std::all_of(counts.begin(), counts.end(), [&](int64_t n) { return n == counts[0]; });
 }
@@ -128,8 +137,9 @@ bool NcclGroup::has_ended() {
 void NcclGroup::expect(NcclResult result, const char* what) {
   if (result == NcclResult::kSuccess || result == NcclResult::kInProgress) return;
   const std::string text = std::string(what) + ": " + library_.error_string(result);
-  if (result == NcclResult::kRemoteError) throw PeerError(text);
-  throw InternalError(text + "; NCCL_DEBUG=WARN tells more, and nccl=False does without NCCL");
+  if (size_ > 1 && blames_others(result))
+    throw PeerError(text + kHint + ", or a rank or the network between them is gone");
+  throw InternalError(text + kHint);
 }
 
 // A communicator that does not block may still be at it.

@@ -121,7 +121,7 @@ class FakeNccl {
   }
   static bool aborted_together() { return !lonely_; }
   // The next call that moves something fails.
-  static void fail_next() { fails_ = true; }
+  static void fail_next(NcclResult how = NcclResult::kRemoteError) { fails_ = how; }
 
  private:
   using Comm = NcclLibrary::Comm;
@@ -131,7 +131,8 @@ class FakeNccl {
   // What is given to a communicator must be in a group here, and not while it still prepares.
   static NcclResult enter(Comm comm) {
     if (depth_ == 0 || comm->looks_until_ready > 0) return kInvalidUsage;
-    if (fails_.exchange(false)) return NcclResult::kRemoteError;
+    const NcclResult failure = fails_.exchange(NcclResult::kSuccess);
+    if (failure != NcclResult::kSuccess) return failure;
     in_group_.push_back(comm);
     return NcclResult::kSuccess;
   }
@@ -294,7 +295,8 @@ class FakeNccl {
   static inline std::atomic<int> calls_{0}, finalized_{0}, together_{0};
   static inline std::mutex aborting_mutex_;
   static inline std::map<void*, int> aborting_;  // by stream; aborting_mutex_
-  static inline std::atomic<bool> fails_{false}, lonely_{false};
+  static inline std::atomic<NcclResult> fails_{NcclResult::kSuccess};
+  static inline std::atomic<bool> lonely_{false};
   static inline thread_local int depth_ = 0;
   static inline thread_local std::vector<Comm> in_group_;
 };

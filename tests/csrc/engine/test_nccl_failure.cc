@@ -114,6 +114,36 @@ TEST(NcclFailure, CommunicatorsAreAbortedAtOnce) {
   }
 }
 
+// It calls a dead peer and a broken network by several names; alone there is nobody to blame.
+TEST(NcclFailure, WhatNcclSaysOfOthersIsAPeerError) {
+  const auto cuda_error = static_cast<NcclResult>(1);
+  for (const int n : {1, 2})
+    for (const NcclResult how : {NcclResult::kRemoteError, NcclResult::kSystemError,
+                                 NcclResult::kInternalError, cuda_error}) {
+      GpuWorld world(n);
+      FakeNccl::fail_next(how);
+      world.run([&](int, Gpu& gpu, Engine& engine) {
+        std::vector<float> values(1000);
+        ErrorKind kind = ErrorKind::kUsage;
+        std::string text;
+        try {
+          for (;;) call(engine, gpu.on_device(allreduce_of("x", values)));
+        } catch (const Error& error) {
+          kind = error.kind();
+          text = error.what();
+        }
+        EXPECT_CONTAINS(text, "NCCL_DEBUG=WARN");
+        EXPECT_CONTAINS(text, "nccl=False");
+        // Who is told of another rank's own error hears of a peer.
+        if (n == 1 || how != cuda_error) {
+          EXPECT_EQ(kind, n == 1 ? ErrorKind::kInternal : ErrorKind::kPeer);
+        } else {
+          EXPECT_EQ(text.find("network"), std::string::npos);
+        }
+      });
+    }
+}
+
 TEST(NcclFailure, ABrokenDeviceIsAnErrorAndNoHang) {
   GpuWorld world(2);
   world.run([&](int rank, Gpu& gpu, Engine& engine) {
