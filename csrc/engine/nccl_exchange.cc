@@ -8,6 +8,7 @@
 
 #include "common/clock.h"
 #include "engine/nccl_coded.h"
+#include "engine/outcome.h"
 
 namespace bagua {
 namespace {
@@ -77,12 +78,9 @@ NcclExchange::NcclExchange(const NcclLibrary* library, Device* device, bool shar
 // could wait for other ranks for ever, so none is.
 NcclExchange::~NcclExchange() {
   const double until_s = now_s() + kEndS;
-  try {
-    for (auto& group : ending_)
-      while (!group->has_ended() && now_s() < until_s)
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  } catch (const std::exception&) {  // nobody is there to be told
-  }
+  for (auto& group : ending_)
+    while (!group->has_ended() && now_s() < until_s)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
   abort();
 }
 
@@ -106,13 +104,34 @@ void NcclExchange::agree(int32_t set, const TellAll& tell_all) {
   if (undecided(cards)) return;
   const std::string why_not = obstacle(cards);
   auto& nccl = groups_[set];
-  if (!why_not.empty()) return tell_("NCCL is not used: " + why_not);
-  tell_("tensors on " + device_->name() + " go by NCCL " + version_text(*library_));
-  device_->as_current([&] {  // where the communicator is to be
-    nccl = std::make_unique<NcclGroup>(
-        *library_, cards[0].id, group_->size(), group_->me(),
-        [this](const std::function<bool()>& reached) { group_->wait_until(reached); });
-  });
+  if (!why_not.empty()) return tell_(LogLevel::kInfo, "NCCL is not used: " + why_not);
+  nccl = connect(cards[0].id);
+}
+
+// A communicator on all ranks, or on none.
+std::unique_ptr<NcclGroup> NcclExchange::connect(const NcclId& id) {
+  Outcome outcome(*group_);
+  auto nccl = std::make_unique<NcclGroup>(
+      *library_, group_->size(), group_->me(),
+      [this](const std::function<bool()>& reached) { group_->wait_until(reached); });
+  std::string why_not;
+  try {
+    device_->as_current([&] { nccl->begin(id); });  // where the communicator is to be
+  } catch (const InternalError& error) {
+    why_not = error.what();
+  }
+  if (why_not.empty()) why_not = nccl->begun([&] { return outcome.failed(); });
+  if (!why_not.empty())
+    why_not = "rank " + std::to_string(group_->rank_of(group_->me())) + ": " + why_not;
+  why_not = outcome.settle(why_not);
+  if (why_not.empty()) {
+    tell_(LogLevel::kInfo,
+          "tensors on " + device_->name() + " go by NCCL " + version_text(*library_));
+    return nccl;
+  }
+  const LogLevel level = group_->me() == 0 ? LogLevel::kWarning : LogLevel::kInfo;
+  tell_(level, "NCCL is not used: " + why_not + "; NCCL_DEBUG=WARN tells more");
+  return nullptr;
 }
 
 // Inside one node, or alone, some codecs are not asked for.

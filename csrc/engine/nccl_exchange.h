@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "collective/collective.h"
+#include "common/log.h"
 #include "device/device.h"
 #include "engine/request.h"
 #include "transport/nccl.h"
@@ -17,7 +18,7 @@ namespace bagua {
 
 class NcclExchange {
  public:
-  using Tell = std::function<void(const std::string&)>;
+  using Tell = std::function<void(LogLevel, const std::string&)>;
   // Gives everyone these numbers of each, in order.
   using TellAll = std::function<std::vector<int64_t>(const std::vector<int64_t>&)>;
 
@@ -53,6 +54,7 @@ class NcclExchange {
 
  private:
   void agree(int32_t set, const TellAll& tell_all);
+  std::unique_ptr<NcclGroup> connect(const NcclId& id);
   bool is_coded(bool is_plain, bool exact_in_nodes) const;
 
   const NcclLibrary* const library_;

@@ -89,16 +89,19 @@ bool all_alike(const NcclGroup::Counts& counts) {
 
 }  // namespace
 
-NcclGroup::NcclGroup(const NcclLibrary& library, const NcclId& id, int size, int me,
-                     WaitUntil wait_until)
-    : library_(library), size_(size), me_(me), wait_until_(std::move(wait_until)) {
+NcclGroup::NcclGroup(const NcclLibrary& library, int size, int me, WaitUntil wait_until)
+    : library_(library), size_(size), me_(me), wait_until_(std::move(wait_until)) {}
+
+void NcclGroup::begin(const NcclId& id) {
   NcclConfig config;
-  try {
-    finish(library_.init_rank_config(&comm_, size, id, me, &config), "ncclCommInitRankConfig");
-  } catch (...) {
-    abort();
-    throw;
-  }
+  begun_ = library_.init_rank_config(&comm_, size_, id, me_, &config);
+}
+
+std::string NcclGroup::begun(const std::function<bool()>& pointless) {
+  if (comm_ && begun_ == NcclResult::kInProgress)
+    wait_until_([&] { return (begun_ = state()) != NcclResult::kInProgress || pointless(); });
+  if (begun_ == NcclResult::kSuccess && comm_) return "";
+  return std::string("ncclCommInitRankConfig: ") + library_.error_string(begun_);
 }
 
 // Each by a thread of its own: NCCL ends a communicator when its kernels have ended, and those may
@@ -129,9 +132,7 @@ void NcclGroup::end() {
 }
 
 bool NcclGroup::has_ended() {
-  NcclResult state = NcclResult::kSuccess;
-  if (comm_ && ending_) expect(library_.get_async_error(comm_, &state), "ncclCommGetAsyncError");
-  return state != NcclResult::kInProgress;
+  return !comm_ || !ending_ || state() != NcclResult::kInProgress;
 }
 
 void NcclGroup::expect(NcclResult result, const char* what) {
@@ -142,23 +143,21 @@ void NcclGroup::expect(NcclResult result, const char* what) {
   throw InternalError(text + kHint);
 }
 
+// What the communicator is about: at it, done, or a failure.
+NcclResult NcclGroup::state() {
+  NcclResult state = NcclResult::kSuccess;
+  const NcclResult asked = library_.get_async_error(comm_, &state);
+  return asked == NcclResult::kSuccess ? state : asked;
+}
+
 // A communicator that does not block may still be at it.
 void NcclGroup::finish(NcclResult result, const char* what) {
   expect(result, what);
-  if (!comm_) throw InternalError(std::string(what) + " gave no communicator");
-  NcclResult state = result;
-  wait_until_([&] {
-    expect(library_.get_async_error(comm_, &state), "ncclCommGetAsyncError");
-    return state != NcclResult::kInProgress;
-  });
-  expect(state, what);
+  wait_until_([&] { return (result = state()) != NcclResult::kInProgress; });
+  expect(result, what);
 }
 
-void NcclGroup::check() {
-  NcclResult state = NcclResult::kSuccess;
-  expect(library_.get_async_error(comm_, &state), "ncclCommGetAsyncError");
-  expect(state, "NCCL");
-}
+void NcclGroup::check() { expect(state(), "NCCL"); }
 
 void NcclGroup::together(const std::function<void()>& give) {
   expect(library_.group_start(), "ncclGroupStart");

@@ -28,16 +28,19 @@ class NcclGroup {
     double factor;
   };
 
-  // Called by all of them with one id.
-  NcclGroup(const NcclLibrary& library, const NcclId& id, int size, int me, WaitUntil wait_until);
+  NcclGroup(const NcclLibrary& library, int size, int me, WaitUntil wait_until);
   // Ends what is still under way, unless it has ended well.
   ~NcclGroup() { abort(); }
   NcclGroup(const NcclGroup&) = delete;
+  // Called by all of them with one id, with the device current; nothing waits.
+  void begin(const NcclId& id);
+  // Waits until it has begun, or `pointless`: why it has not, or nothing. Then it may only end.
+  std::string begun(const std::function<bool()>& pointless);
   void abort() { abort({this}); }
   // Of all groups of a device at once: one after another they may wait for each other for ever.
   static void abort(const std::vector<NcclGroup*>& groups);
   // Nothing comes any more: what NCCL's own threads still have to send, they do; true when they
-  // have.
+  // have, or cannot.
   void end();
   bool has_ended();
 
@@ -64,6 +67,7 @@ class NcclGroup {
  private:
   void expect(NcclResult result, const char* what);
   void finish(NcclResult result, const char* what);
+  NcclResult state();
   // Together, all that `give` gives; nothing if it throws.
   void together(const std::function<void()>& give);
   // Calls give(operation) with the operation that reduces like this.
@@ -74,6 +78,7 @@ class NcclGroup {
   Stream stream_ = nullptr;
   const WaitUntil wait_until_;
   NcclLibrary::Comm comm_ = nullptr;
+  NcclResult begun_ = NcclResult::kSuccess;
   bool ending_ = false;
   bool captured_ = false;
 };

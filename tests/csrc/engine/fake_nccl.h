@@ -33,6 +33,7 @@ struct FakeNcclWorld {
   const int size;
   std::mutex mutex;
   std::condition_variable changed;
+  int begun = 0;
   std::map<int64_t, Round> rounds;
   std::map<std::pair<int, int>, std::deque<std::vector<char>>> letters;  // by from and to
 };
@@ -48,6 +49,7 @@ struct bagua::NcclCommunicator {
   void* stream = nullptr;  // the last that was used
   int looks_until_ready = 5;
   bool aborted = false;        // under the world's mutex
+  bool broken = false;         // and says so, a while after it has begun
   std::vector<float> factors;  // of operations made with one
 };
 
@@ -68,8 +70,11 @@ class FakeNccl {
       };
       l.init_rank_config = init;
       l.get_async_error = [](Comm comm, NcclResult* state) {
-        const bool ready = comm->looks_until_ready == 0 || --comm->looks_until_ready == 0;
+        const bool looked = comm->looks_until_ready == 0 || --comm->looks_until_ready == 0;
+        std::lock_guard<std::mutex> lock(comm->world->mutex);
+        const bool ready = looked && (comm->broken || comm->world->begun == comm->world->size);
         *state = ready ? NcclResult::kSuccess : NcclResult::kInProgress;
+        if (ready && comm->broken) *state = NcclResult::kSystemError;
         return NcclResult::kSuccess;
       };
       l.finalize = [](Comm comm) {
@@ -120,6 +125,13 @@ class FakeNccl {
     together_ = count;
   }
   static bool aborted_together() { return !lonely_; }
+  // On this rank, or on none, a communicator does not come about, and says so at once, when asked,
+  // or never. Those of the others wait for it until they are aborted.
+  enum class Says { kAtOnce, kLater, kNever };
+  static void break_on(int rank, Says says = Says::kAtOnce) {
+    broken_ = rank;
+    says_ = says;
+  }
   // The next call that moves something fails.
   static void fail_next(NcclResult how = NcclResult::kRemoteError) { fails_ = how; }
 
@@ -150,6 +162,10 @@ class FakeNccl {
     static auto& all = *new std::vector<std::unique_ptr<NcclCommunicator>>;
     all.push_back(std::make_unique<NcclCommunicator>(world, rank));
     *comm = all.back().get();
+    (*comm)->broken = rank == broken_ && says_ != Says::kNever;
+    if (rank == broken_ && says_ == Says::kAtOnce) return NcclResult::kSystemError;
+    std::lock_guard<std::mutex> world_lock(world->mutex);
+    if (rank != broken_) ++world->begun;
     return NcclResult::kInProgress;
   }
 
@@ -297,6 +313,8 @@ class FakeNccl {
   static inline std::map<void*, int> aborting_;  // by stream; aborting_mutex_
   static inline std::atomic<NcclResult> fails_{NcclResult::kSuccess};
   static inline std::atomic<bool> lonely_{false};
+  static inline std::atomic<Says> says_{Says::kAtOnce};
+  static inline std::atomic<int> broken_{-1};
   static inline thread_local int depth_ = 0;
   static inline thread_local std::vector<Comm> in_group_;
 };

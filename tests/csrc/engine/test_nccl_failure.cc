@@ -2,8 +2,10 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "common/clock.h"
@@ -142,6 +144,43 @@ TEST(NcclFailure, WhatNcclSaysOfOthersIsAPeerError) {
         }
       });
     }
+}
+
+// As where NCCL finds no network on one of them: the others must not wait for it, and all go by the
+// host from then on.
+TEST(NcclFailure, WhereItDoesNotBeginOnOneRankNoneUsesIt) {
+  for (const int n : {1, 2, 3})
+    for (int broken = 0; broken < n; ++broken)
+      for (const auto says : {FakeNccl::Says::kAtOnce, FakeNccl::Says::kLater}) {
+        const int before = FakeNccl::calls();
+        FakeNccl::break_on(broken, says);
+        GpuWorld world(n);
+        world.run([&](int, Gpu& gpu, Engine& engine) {
+          std::vector<float> values(1000);
+          for (int step = 0; step < 3; ++step) {
+            gpu.compute(values, 1);
+            EXPECT_EQ(gpu.exchange(engine, allreduce_of("x", values), values),
+                      all(values.size(), static_cast<float>(n)));
+          }
+        });
+        EXPECT_EQ(FakeNccl::calls(), before) << "rank " << broken << " of " << n;
+        FakeNccl::break_on(-1);
+      }
+}
+
+TEST(NcclFailure, ADeadPeerEndsTheBeginning) {
+  FakeNccl::break_on(1, FakeNccl::Says::kNever);
+  GpuWorld world(3);
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
+    std::vector<float> values(1000);
+    const auto handle = gpu.submit(engine, allreduce_of("x", values));
+    if (rank == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));  // its engine is in the middle
+      return world.ranks.die(rank);
+    }
+    EXPECT_CONTAINS(error_of<PeerError>([&] { finish(engine, handle); }), "rank 1");
+  });
+  FakeNccl::break_on(-1);
 }
 
 TEST(NcclFailure, ABrokenDeviceIsAnErrorAndNoHang) {
