@@ -58,6 +58,7 @@ struct NcclLibrary {
   NcclResult (*get_async_error)(Comm, NcclResult*) = nullptr;
   NcclResult (*abort)(Comm) = nullptr;
   NcclResult (*finalize)(Comm) = nullptr;
+  NcclResult (*destroy)(Comm) = nullptr;
   NcclResult (*group_start)() = nullptr;
   NcclResult (*group_end)() = nullptr;
   NcclResult (*all_reduce)(const void* in, void* out, size_t count, NcclType, NcclOp, Comm,

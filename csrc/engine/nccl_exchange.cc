@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <iterator>
 #include <thread>
 #include <utility>
 
@@ -239,6 +240,28 @@ void NcclExchange::forget(int32_t set) {
     ending_.back()->end();
   }
   groups_.erase(found);
+}
+
+bool NcclExchange::has_left() const {
+  return std::any_of(ending_.begin(), ending_.end(), [](const auto& group) { return group->ends(); });
+}
+
+// By a thread: memory of the device is given back when the device has done all it was given, and
+// that may be waiting for other ranks.
+void NcclExchange::tidy() {
+  if (freeing_.valid() &&
+      freeing_.wait_for(std::chrono::seconds(0)) != std::future_status::ready)
+    return;
+  const auto first_ended =
+      std::partition(ending_.begin(), ending_.end(),
+                     [](const auto& group) { return !group->ends() || !group->has_ended(); });
+  if (first_ended == ending_.end()) return;
+  std::vector<std::unique_ptr<NcclGroup>> ended(std::make_move_iterator(first_ended),
+                                                std::make_move_iterator(ending_.end()));
+  ending_.erase(first_ended, ending_.end());
+  freeing_ = std::async(std::launch::async, [ended = std::move(ended)] {
+    for (const auto& group : ended) group->free();
+  });
 }
 
 void NcclExchange::finish() {

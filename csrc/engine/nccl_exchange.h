@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <future>
 #include <map>
 #include <memory>
 #include <string>
@@ -46,8 +47,11 @@ class NcclExchange {
   void check();
   // Something broke: ends what is under way, whoever it waits for, and waits for that.
   void abort() noexcept;
-  // A process set is gone.
+  // A process set is gone. What NCCL keeps for it goes when nothing is under way any more: as long
+  // as some is left, tidy() should be called from time to time. It never waits.
   void forget(int32_t set);
+  bool has_left() const;
+  void tidy();
   // Nothing comes any more. What was given must be done.
   void finish();
   Device* device() const { return device_; }
@@ -67,6 +71,7 @@ class NcclExchange {
   std::vector<std::unique_ptr<NcclGroup>> ending_;        // that nobody gives anything to
   Device::Mark last_;
   std::vector<std::shared_ptr<char>> borrowed_;  // for the exchange at hand
+  std::future<void> freeing_;                    // what has ended
 
   // Of the exchange at hand.
   Group* group_ = nullptr;

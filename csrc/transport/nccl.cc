@@ -135,6 +135,12 @@ bool NcclGroup::has_ended() {
   return !comm_ || !ending_ || state() != NcclResult::kInProgress;
 }
 
+void NcclGroup::free() {
+  if (!comm_) return;
+  if (state() != NcclResult::kSuccess) return abort();
+  library_.destroy(std::exchange(comm_, nullptr));
+}
+
 void NcclGroup::expect(NcclResult result, const char* what) {
   if (result == NcclResult::kSuccess || result == NcclResult::kInProgress) return;
   const std::string text = std::string(what) + ": " + library_.error_string(result);

@@ -43,6 +43,10 @@ class NcclGroup {
   // have, or cannot.
   void end();
   bool has_ended();
+  // Whether it comes to an end while the process lasts.
+  bool ends() const { return comm_ && !captured_; }
+  // When it has ended: lets go of what NCCL keeps for it, and waits for the device.
+  void free();
 
   // Where everything goes from now on. NCCL ends no communicator while there are graphs that
   // captured its work, and would wait for them.

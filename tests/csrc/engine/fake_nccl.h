@@ -82,6 +82,11 @@ class FakeNccl {
         ++finalized_;
         return NcclResult::kInProgress;
       };
+      l.destroy = [](Comm) {
+        ++destroyed_;
+        while (held_) std::this_thread::yield();
+        return NcclResult::kSuccess;
+      };
       l.abort = abort;
       l.group_start = [] {
         ++depth_;
@@ -115,6 +120,9 @@ class FakeNccl {
   }
   static int calls() { return calls_; }
   static int finalized() { return finalized_; }
+  static int destroyed() { return destroyed_; }
+  // Whether communicators take their time to be destroyed, as if the device were busy.
+  static void hold_destroyed(bool held) { held_ = held; }
   // Of this thread: groups that have begun and not ended.
   static int depth() { return depth_; }
   // From now on an abort returns when so many have begun, of communicators that use a stream, as if
@@ -308,11 +316,11 @@ class FakeNccl {
     return NcclResult::kSuccess;
   }
 
-  static inline std::atomic<int> calls_{0}, finalized_{0}, together_{0};
+  static inline std::atomic<int> calls_{0}, finalized_{0}, destroyed_{0}, together_{0};
   static inline std::mutex aborting_mutex_;
   static inline std::map<void*, int> aborting_;  // by stream; aborting_mutex_
   static inline std::atomic<NcclResult> fails_{NcclResult::kSuccess};
-  static inline std::atomic<bool> lonely_{false};
+  static inline std::atomic<bool> lonely_{false}, held_{false};
   static inline std::atomic<Says> says_{Says::kAtOnce};
   static inline std::atomic<int> broken_{-1};
   static inline thread_local int depth_ = 0;

@@ -297,6 +297,34 @@ TEST(NcclExchange, ShortFloatsAreScaledExactly) {
   EXPECT_FALSE(NcclGroup::can_scale(DType::kF16, {ReduceOp::kSum, 0}, 3));
 }
 
+// A program that makes and removes them for ever must not run out of memory, nor wait.
+TEST(NcclExchange, WhatRemovedSetsLeaveGoesInIdleTime) {
+  const int before = FakeNccl::destroyed(), finalized = FakeNccl::finalized();
+  GpuWorld world(3);
+  FakeNccl::hold_destroyed(true);
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
+    std::vector<float> values(1000);
+    const auto exchange = [&](int32_t set, float size) {
+      gpu.compute(values, 1);
+      EXPECT_EQ(gpu.exchange(engine, allreduce_of("x", values, ReduceOp::kSum, set), values),
+                all(values.size(), size));
+    };
+    for (int i = 0; i < 3; ++i) {
+      const int32_t set = add_set(engine, {0, 1});
+      if (rank < 2) exchange(set, 2);
+      remove_set(engine, set);
+    }
+    const double late_s = now_s() + kHangS;
+    while (FakeNccl::destroyed() < before + 2 && now_s() < late_s) std::this_thread::yield();
+    exchange(0, 3);  // though they are not yet gone
+  });
+  FakeNccl::hold_destroyed(false);
+  const double late_s = now_s() + kHangS;
+  while (FakeNccl::destroyed() < before + 6 && now_s() < late_s) std::this_thread::yield();
+  EXPECT_EQ(FakeNccl::destroyed(), before + 6);
+  EXPECT_EQ(FakeNccl::finalized(), finalized + 6);
+}
+
 // It may have had its first tensor on a device in the decision in which it has joined.
 TEST(NcclExchange, ARankThatJoinsAtOnce) {
   GpuWorld world(2);
