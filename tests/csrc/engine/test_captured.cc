@@ -163,6 +163,27 @@ TEST(Captured, EndsWithTheProcess) {
   EXPECT_EQ(FakeNccl::finalized(), before);
 }
 
+// One that is not captured has been seen to before, and goes on with its own work.
+TEST(Captured, DrawsNoOtherStreamIn) {
+  GpuWorld world(1);
+  world.run([&](int, Gpu& gpu, Engine&) {
+    Bucket bucket(world.ranks.engines[0], "b", DType::kF32, {10}, {}, 0, 0, 0, &gpu.device,
+                  [&](size_t nbytes) { return gpu.device.allocate(nbytes); });
+    Program along(gpu.device), other(gpu.device);
+    const auto is_captured = [&](Program& program) {
+      return gpu.device.captured(gpu.device.mark(program.stream));
+    };
+    capture(gpu, [&] {
+      gpu.device.follow(along.stream, gpu.device.mark(gpu.stream));
+      for (Program* program : {&along, &other}) bucket.came_by(program->stream);
+      bucket.meet(gpu.stream);
+      bucket.part(gpu.device.mark(gpu.stream));
+      EXPECT_TRUE(is_captured(along));
+      EXPECT_FALSE(is_captured(other));
+    });
+  });
+}
+
 // What is captured does not travel with what is not.
 TEST(Captured, BesideOthers) {
   GpuWorld world(2);
