@@ -36,7 +36,10 @@ class NcclExchange {
   // The requests' memory is a matter of their handles from then on.
   void end(const std::vector<RequestPtr>& requests);
 
-  std::shared_ptr<char> allocate(size_t nbytes) { return device_->allocate(nbytes); }
+  // Memory for a result.
+  std::shared_ptr<char> allocate(size_t nbytes, const Device::User& user) {
+    return device_->lend(nbytes, user);
+  }
   // Memory that stays as long as the exchange needs it.
   char* borrow(size_t nbytes);
   void copy(char* to, const char* from, size_t nbytes) { device_->copy(to, from, nbytes, on_); }

@@ -297,6 +297,69 @@ TEST(NcclExchange, ShortFloatsAreScaledExactly) {
   EXPECT_FALSE(NcclGroup::can_scale(DType::kF16, {ReduceOp::kSum, 0}, 3));
 }
 
+// Of rows that vary a little.
+RequestPtr gather_of(std::vector<float>& values, int64_t rows) {
+  RequestPtr gather = request_of(OpKind::kAllgather, "gather");
+  gather->description.add_tensor(DType::kF32, {kAnyExtent, 10});
+  gather->parts.push_back({reinterpret_cast<const char*>(values.data()), nullptr});
+  gather->rows.push_back(rows);
+  return gather;
+}
+
+// A device's own way of giving and taking memory waits for all that it does.
+TEST(NcclExchange, NoStepAllocatesOnTheDevice) {
+  GpuWorld world(2);
+  world.run([&](int, Gpu& gpu, Engine& engine) {
+    std::vector<float> values(2000);
+    int before = 0;
+    for (int step = 0; step < 30; ++step) {
+      if (step == 10) before = gpu.device.allocations();
+      gpu.compute(values, 1);
+      const auto handle = gpu.submit(engine, gather_of(values, 180 - step % 7));
+      finish(engine, handle);
+      handle->make_follow(gpu.stream);
+      RequestPtr coded = allreduce_of("coded", values);
+      coded->description.codec = "minmax_u8";
+      gpu.exchange(engine, coded, values);
+    }
+    EXPECT_EQ(gpu.device.allocations(), before);
+  });
+}
+
+// Until the stream that has waited for it is through with it.
+TEST(NcclExchange, AResultIsNotOverwrittenWhileItIsRead) {
+  GpuWorld world(2);
+  world.run([&](int, Gpu& gpu, Engine& engine) {
+    std::vector<float> values(2000);
+    std::atomic<bool> go{false};
+    std::vector<float> seen(4000);
+    {
+      gpu.compute(values, 7);
+      const auto handle = gpu.submit(engine, gather_of(values, 200));
+      finish(engine, handle);
+      handle->make_follow(gpu.stream);
+      gpu.hold(go);
+      const char* result = handle->outputs.at(0).data.get();
+      gpu.device.run(gpu.stream,
+                     [&, result] { std::memcpy(seen.data(), result, seen.size() * 4); });
+    }
+    Program other(gpu.device);
+    std::vector<float> others(2000);
+    for (int step = 0; step < 5; ++step) {
+      other.compute(others, 1);
+      RequestPtr gather = other.on_device(gather_of(others, 200));
+      gather->description.on_device = true;
+      const auto handle = engine.submit(gather, Urgency::kNow);
+      finish(engine, handle);
+      handle->make_follow(other.stream);
+      gpu.device.drain(other.stream);
+    }
+    go = true;
+    gpu.device.drain(gpu.stream);
+    EXPECT_EQ(seen, all(seen.size(), 7));
+  });
+}
+
 // A program that makes and removes them for ever must not run out of memory, nor wait.
 TEST(NcclExchange, WhatRemovedSetsLeaveGoesInIdleTime) {
   const int before = FakeNccl::destroyed(), finalized = FakeNccl::finalized();
