@@ -27,7 +27,7 @@ ifneq ($(words $(CURDIR)),1)
 $(error the path of this clone, $(CURDIR), has a space, which MPI's compiler wrapper cannot cope with; move it)
 endif
 
-.PHONY: help dev demo test test-csrc test-python test-arm test-gpu test-pretended test-parallel lint format sanitize bench clean googletest
+.PHONY: help dev demo test test-csrc test-python test-arm test-gpu sanitize-gpu test-pretended test-parallel lint format sanitize bench clean googletest
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -71,6 +71,15 @@ test-gpu: dev ## tests on a GPU, by one rank and by two that share it, without N
 	}
 	$(BIN)/python -m pytest tests/gpu
 	NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=4 $(BIN)/python -m pytest tests/gpu
+
+# Of the toolkit, which may not be on PATH. Races are looked for where threads share memory.
+SANITIZER ?= $(firstword $(shell command -v compute-sanitizer) $(wildcard $(CUDA_HOME)/bin/compute-sanitizer /usr/local/cuda/bin/compute-sanitizer))
+
+sanitize-gpu: dev ## the tests of kernels under compute-sanitizer, on a GPU
+	@[ -n "$(SANITIZER)" ] || { echo "compute-sanitizer is missing: it comes with the CUDA toolkit; SANITIZER= says where it is"; exit 1; }
+	for tool in memcheck synccheck racecheck; do
+	  $(SANITIZER) --tool $$tool --error-exitcode 99 $(BIN)/python -m pytest tests/gpu/test_codings.py -k 'adds_up or misplaced or scaled'
+	done
 
 test-parallel: dev ## tests of what runs tests over MPI processes
 	@$(BIN)/python -m pytest tests/parallel

@@ -29,6 +29,17 @@ def test_which_torch_is_installed(tmp_path: Path):
     assert "--extra-index-url mine" in told
 
 
+def test_kernels_are_run_under_a_sanitizer(tmp_path: Path):
+    sanitizer = tmp_path / "sanitizer"
+    sanitizer.write_text('#!/bin/sh\necho "$@"\n[ "$2" != racecheck ] || exit 99\n')
+    sanitizer.chmod(0o755)
+    ran = make("-o", "dev", "sanitize-gpu", f"SANITIZER={sanitizer}")
+    tools = [line.split()[1] for line in ran.stdout.splitlines() if line.startswith("--tool")]
+    assert tools == ["memcheck", "synccheck", "racecheck"]
+    assert ran.returncode != 0  # what the last has found
+    assert "is missing" in make("-o", "dev", "sanitize-gpu", "SANITIZER=").stdout
+
+
 @pytest.mark.parametrize("for_gpus", [True, False])
 def test_a_gpu_is_not_skipped_over(tmp_path: Path, for_gpus: bool):
     python = tmp_path / "bin" / "python"
