@@ -7,9 +7,11 @@
 #include <thread>
 #include <utility>
 
+#include "codec/gpu.h"
 #include "common/clock.h"
 #include "engine/nccl_coded.h"
 #include "engine/outcome.h"
+#include "engine/short_factor.h"
 
 namespace bagua {
 namespace {
@@ -149,12 +151,6 @@ bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, G
     const bool coded = is_coded(d.codec.empty(), d.exact_in_nodes);
     if (coded && d.exact_in_nodes && group.on_shared_nodes())
       return false;  // exact inside the nodes only
-    bool scales = true;
-    for_each_tensor(d, [&](DType dtype, const int64_t*, size_t) {
-      scales =
-          scales && NcclGroup::can_scale(dtype, {d.op, d.prescale * d.postscale}, group.size());
-    });
-    if (!coded && !scales) return false;
   }
   const bool captured = requests[0]->description.captured;
   if (groups_.count(set) == 0 && !captured) agree(set, tell_all);
@@ -175,21 +171,37 @@ char* NcclExchange::borrow(size_t nbytes) {
   return borrowed_.back().get();
 }
 
+// Calls give(how) so that NCCL reduces to the places where `results` are, and does the rest.
+template <class Give>
+void NcclExchange::reduce(const Job& job, const std::vector<NcclGroup::Piece>& results,
+                          Give&& give) {
+  const bool is_short = job.dtype == DType::kF16 || job.dtype == DType::kBF16;
+  if (!is_short || !is_linear(job.op)) return give({job.op, job.finish.factor});
+  const ShortFactor factor = short_factor(job.dtype, job.finish.factor / job.finish.divisor);
+  if (factor.after == 1) return give({job.op, job.finish.factor});
+  give({ReduceOp::kSum, factor.before});
+  for (const NcclGroup::Piece& p : results)
+    gpu_scale(job.dtype, p.out, p.count, static_cast<float>(factor.after), *device_, on_);
+}
+
 void NcclExchange::run(OpKind kind, const Job& job) {
-  const NcclGroup::How how = {job.op, job.finish.factor};
+  using How = NcclGroup::How;
   if (is_coded(!job.coding, job.exact_in_nodes))
     return allreduce_coded({*nccl_, *device_, on_, group_->size(), group_->me(),
                             [this](size_t nbytes) { return borrow(nbytes); }},
                            job);
   switch (kind) {
     case OpKind::kAllreduce:
-      return nccl_->allreduce(pieces_of(job), job.dtype, how);
+      return reduce(job, pieces_of(job),
+                    [&](How how) { nccl_->allreduce(pieces_of(job), job.dtype, how); });
     case OpKind::kBroadcast:
       return nccl_->broadcast(pieces_of(job), job.dtype, job.root);
     case OpKind::kAllgather:
       return nccl_->allgather(job.in, job.out, job.out_counts, job.dtype);
     case OpKind::kReducescatter:
-      return nccl_->reducescatter(job.in, job.out, job.in_counts, job.dtype, how);
+      return reduce(
+          job, {{job.in, job.out, job.in_counts[static_cast<size_t>(group_->me())]}},
+          [&](How how) { nccl_->reducescatter(job.in, job.out, job.in_counts, job.dtype, how); });
     case OpKind::kAlltoall:
       return nccl_->alltoall(job.in, job.out, job.in_counts, job.out_counts, job.dtype);
     default:
@@ -243,18 +255,18 @@ void NcclExchange::forget(int32_t set) {
 }
 
 bool NcclExchange::has_left() const {
-  return std::any_of(ending_.begin(), ending_.end(), [](const auto& group) { return group->ends(); });
+  return std::any_of(ending_.begin(), ending_.end(),
+                     [](const auto& group) { return group->ends(); });
 }
 
 // By a thread: memory of the device is given back when the device has done all it was given, and
 // that may be waiting for other ranks.
 void NcclExchange::tidy() {
-  if (freeing_.valid() &&
-      freeing_.wait_for(std::chrono::seconds(0)) != std::future_status::ready)
+  if (freeing_.valid() && freeing_.wait_for(std::chrono::seconds(0)) != std::future_status::ready)
     return;
-  const auto first_ended =
-      std::partition(ending_.begin(), ending_.end(),
-                     [](const auto& group) { return !group->ends() || !group->has_ended(); });
+  const auto first_ended = std::partition(ending_.begin(), ending_.end(), [](const auto& group) {
+    return !group->ends() || !group->has_ended();
+  });
   if (first_ended == ending_.end()) return;
   std::vector<std::unique_ptr<NcclGroup>> ended(std::make_move_iterator(first_ended),
                                                 std::make_move_iterator(ending_.end()));

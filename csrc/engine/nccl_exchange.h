@@ -62,6 +62,8 @@ class NcclExchange {
  private:
   void agree(int32_t set, const TellAll& tell_all);
   std::unique_ptr<NcclGroup> connect(const NcclId& id);
+  template <class Give>
+  void reduce(const Job& job, const std::vector<NcclGroup::Piece>& results, Give&& give);
   bool is_coded(bool is_plain, bool exact_in_nodes) const;
 
   const NcclLibrary* const library_;

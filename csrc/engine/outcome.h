@@ -1,6 +1,6 @@
 // What ranks try together, and what can end on one of them while the others wait for it: whoever
-// fails says so at once, so that all give up, and all come to the same conclusion. The first rank of
-// the group gathers and tells: two short messages per rank.
+// fails says so at once, so that all give up, and all come to the same conclusion. The first rank
+// of the group gathers and tells: two short messages per rank.
 #pragma once
 
 #include <array>

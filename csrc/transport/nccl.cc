@@ -1,7 +1,6 @@
 #include "transport/nccl.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -131,9 +130,7 @@ void NcclGroup::end() {
     expect(library_.finalize(comm_), "ncclCommFinalize");
 }
 
-bool NcclGroup::has_ended() {
-  return !comm_ || !ending_ || state() != NcclResult::kInProgress;
-}
+bool NcclGroup::has_ended() { return !comm_ || !ending_ || state() != NcclResult::kInProgress; }
 
 void NcclGroup::free() {
   if (!comm_) return;
@@ -192,15 +189,6 @@ bool NcclGroup::can_move(DType dtype) { return type_of(dtype).has_value(); }
 bool NcclGroup::can_reduce(DType dtype, ReduceOp op) {
   if (dtype == DType::kBool || !can_move(dtype) || !op_of(op)) return false;
   return op != ReduceOp::kAverage || is_float(dtype);
-}
-
-bool NcclGroup::can_scale(DType dtype, How how, int size) {
-  if (dtype != DType::kF16 && dtype != DType::kBF16) return true;
-  int exponent = 0;
-  const double factor = how.op == ReduceOp::kAverage ? how.factor / size : how.factor;
-  const bool power_of_two = std::frexp(std::abs(factor), &exponent) == 0.5;
-  const int most = dtype == DType::kF16 ? 14 : 126;
-  return power_of_two && std::abs(exponent - 1) <= most;
 }
 
 void NcclGroup::allreduce(const std::vector<Piece>& pieces, DType dtype, How how) {

@@ -59,8 +59,7 @@ class NcclGroup {
 
   static bool can_move(DType dtype);
   static bool can_reduce(DType dtype, ReduceOp op);
-  // Factors are numbers of the values' own type: short ones should be there without rounding.
-  static bool can_scale(DType dtype, How how, int size);
+  // Factors are numbers of the values' own type, see short_factor.h for short ones.
   void allreduce(const std::vector<Piece>& pieces, DType dtype, How how);
   void broadcast(const std::vector<Piece>& pieces, DType dtype, int root);
   void allgather(const char* in, char* out, const Counts& counts, DType dtype);

@@ -7,6 +7,7 @@
 
 #include "engine/bucket.h"
 #include "engine/program.h"
+#include "kernel/half.h"
 
 namespace bagua {
 namespace {
@@ -161,6 +162,38 @@ TEST(Captured, EndsWithTheProcess) {
     });
   }
   EXPECT_EQ(FakeNccl::finalized(), before);
+}
+
+// Two pieces of work of the stream's: NCCL's sum, and what its factor could not do.
+TEST(Captured, AveragesShortFloats) {
+  GpuWorld world(3);
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
+    std::vector<BF16> values(1000);
+    float in = 0, out = 0;
+    const auto give = [&] {
+      gpu.device.run(gpu.stream, [&] {
+        for (BF16& x : values) x = to_bf16(in);
+      });
+      RequestPtr request = request_of(OpKind::kAllreduce, "short");
+      request->description.op = ReduceOp::kAverage;
+      request->description.add_tensor(DType::kBF16, {1000});
+      request->parts.push_back(
+          {reinterpret_cast<char*>(values.data()), reinterpret_cast<char*>(values.data())});
+      const auto handle = gpu.submit(engine, request);
+      finish(engine, handle);
+      handle->make_follow(gpu.stream);
+      gpu.device.run(gpu.stream, [&] { out = to_float(values[999]); });
+    };
+    give();
+    gpu.device.drain(gpu.stream);
+    const Graph graph = capture(gpu, give);
+    for (const float value : {3.0f, 48.0f}) {
+      in = value * static_cast<float>(rank);
+      gpu.device.replay(gpu.stream, graph);
+      gpu.device.drain(gpu.stream);
+      EXPECT_EQ(out, value);
+    }
+  });
 }
 
 // One that is not captured has been seen to before, and goes on with its own work.
