@@ -7,9 +7,12 @@ SHELL := bash
 
 PYTHON ?= python3
 VENV ?= .venv
-# The CPU build where its index can be reached, else what PyPI has.
+# The build for CPUs where its index can be reached, else what PyPI has. Where there is a driver of
+# NVIDIA's: PyPI's, which is for GPUs, unless the Python that .venv is made with has one itself.
+DRIVER := $(wildcard /proc/driver/nvidia/version)
 TORCH ?= torch==2.13.0
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?= $(if $(DRIVER),https://pypi.org/simple,https://download.pytorch.org/whl/cpu)
+FOR_GPUS := -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null
 NP ?= 2
 PYTEST_ARGS ?=
 
@@ -24,7 +27,7 @@ ifneq ($(words $(CURDIR)),1)
 $(error the path of this clone, $(CURDIR), has a space, which MPI's compiler wrapper cannot cope with; move it)
 endif
 
-.PHONY: help dev demo test test-csrc test-python test-arm test-gpu test-mpi test-pretended test-parallel lint format sanitize bench clean googletest
+.PHONY: help dev demo test test-csrc test-python test-arm test-gpu sanitize-gpu test-mpi test-pretended test-parallel lint format sanitize bench clean googletest
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -64,8 +67,23 @@ test-mpi: dev ## tests of the frontend whose ranks exchange everything by messag
 	@BAGUA_TRANSPORT=mpi $(BIN)/python -m pytest tests/torch -k 'np3 and not on_one_machine'
 
 test-gpu: dev ## tests on a GPU, by one rank and by two that share it, without NCCL and with it; skipped where there is none
-	@$(BIN)/python -m pytest tests/gpu
+	@[ -z "$(DRIVER)" ] || $(BIN)/python $(FOR_GPUS) || {
+	  echo "there is a GPU, but the torch in $(VENV) is one for CPUs: remove it with"
+	  echo "  $(BIN)/python -m pip uninstall torch && rm $(STAMP)/tools"
+	  echo "and make again, with TORCH_INDEX=... if this driver needs another build than PyPI's"
+	  exit 1
+	}
+	$(BIN)/python -m pytest tests/gpu
 	NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=4 $(BIN)/python -m pytest tests/gpu
+
+# Of the toolkit, which may not be on PATH. Races are looked for where threads share memory.
+SANITIZER ?= $(firstword $(shell command -v compute-sanitizer) $(wildcard $(CUDA_HOME)/bin/compute-sanitizer /usr/local/cuda/bin/compute-sanitizer))
+
+sanitize-gpu: dev ## the tests of kernels under compute-sanitizer, on a GPU
+	@[ -n "$(SANITIZER)" ] || { echo "compute-sanitizer is missing: it comes with the CUDA toolkit; SANITIZER= says where it is"; exit 1; }
+	for tool in memcheck synccheck racecheck; do
+	  $(SANITIZER) --tool $$tool --error-exitcode 99 $(BIN)/python -m pytest tests/gpu/test_codings.py -k 'adds_up or misplaced or scaled'
+	done
 
 test-parallel: dev ## tests of what runs tests over MPI processes
 	@$(BIN)/python -m pytest tests/parallel
@@ -129,7 +147,8 @@ $(STAMP)/venv:
 	  packages=$$(missing | xargs)
 	  [ -z "$$packages" ] || { echo "This machine lacks: $$packages; try: sudo apt-get install $$packages"; exit 1; }
 	fi
-	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	[ -z "$(DRIVER)" ] || ! $(PYTHON) $(FOR_GPUS) || sees_own=--system-site-packages
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $${sees_own:-} $(VENV)
 	mkdir -p $(STAMP) && touch $@
 
 # The build requirements are read from pyproject.toml: the editable build does without isolation,
@@ -144,7 +163,7 @@ $(STAMP)/tools: pyproject.toml cmake/cuda_toolkit.py $(STAMP)/venv
 	END
 	$(BIN)/python cmake/cuda_toolkit.py >>$(STAMP)/requirements.txt
 	$(PIP) -r $(STAMP)/requirements.txt
-	$(BIN)/python -m pip show -q torch 2>/dev/null || $(PIP) --no-deps --retries 0 --extra-index-url $(TORCH_INDEX) '$(TORCH)'
+	$(BIN)/python -m pip show -q torch 2>/dev/null || $(PIP) $(if $(DRIVER),,--no-deps --retries 0) --extra-index-url $(TORCH_INDEX) '$(TORCH)'
 	touch $@
 
 $(STAMP)/extension: $(STAMP)/tools $(BUILD_FILES)

@@ -4,8 +4,10 @@
 
 Codecs code a bucket of 100 MB of float32, beside a copy of it on the device. Then 1 and 2 ranks,
 which share the GPU, sum 64 MB of zeros and train the MLP of 40 MB, beside DistributedDataParallel
-over NCCL where it runs. Prints tables, and keeps the figures in benchmarks/results/, by the name of
-the device: nothing is written there but what a run has measured.
+over NCCL where it runs; they sum buckets of several sizes, many in a row, beside NCCL alone, whose
+difference is what the engine costs; and a trace of steps tells where the host waited for the GPU.
+Prints tables, and keeps the figures in benchmarks/results/, by the name of the device: nothing is
+written there but what a run has measured.
 """
 
 from __future__ import annotations
@@ -33,17 +35,22 @@ WIRES = 8  # that are added up
 CODECS = ("raw", "fp16", "bf16", "minmax_u8", "minmax_u4", "fp8_e4m3", "sign1", "topk")
 
 
-def device_seconds(run: Callable[[], None], times: int = 20) -> float:
-    """The median time of a run on the device."""
+def device_seconds(run: Callable[[], None], times: int = 7, launches: int = 20) -> float:
+    """The median time of a run on the device, of many that follow each other without a gap.
+
+    All are launched while the device sleeps, so none waits for its launch.
+    """
     seconds = []
-    for number in range(3 + times):
+    for number in range(1 + times):
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(20_000_000)  # 10 ms
         before.record()
-        run()
+        for _ in range(launches):
+            run()
         after.record()
         after.synchronize()
-        if number >= 3:
-            seconds.append(before.elapsed_time(after) * 1e-3)
+        if number:
+            seconds.append(before.elapsed_time(after) * 1e-3 / launches)
     return statistics.median(seconds)
 
 
@@ -120,7 +127,68 @@ def exchanges() -> dict[str, Any]:
         torch.cuda.synchronize()
 
     timed = {name: partial(finished, run) for name, run in runs.items()}
-    return interleaved(timed, 10, bagua.barrier)
+    figures: dict[str, Any] = interleaved(timed, 10, bagua.barrier)
+    figures |= buckets("step, nccl" in runs)
+    figures["waits of a step"] = waits(runs["step"])
+    return figures
+
+
+def buckets(has_nccl: bool) -> dict[str, Any]:
+    """Many sums in a row, each of which the program's stream waits for, as for buckets."""
+    import bagua.torch as bagua
+
+    count, runs = 50, {}
+    for nbytes in (64 << 10, 1 << 20, 25 << 20):
+        tensor, what = torch.zeros(nbytes // 4, device="cuda"), f"bucket {nbytes >> 10} KB"
+
+        def engine(tensor: torch.Tensor = tensor, what: str = what) -> None:
+            for _ in range(count):
+                bagua.allreduce_(tensor, name=what, op=bagua.Sum)
+            torch.cuda.synchronize()
+
+        def alone(tensor: torch.Tensor = tensor) -> None:
+            for _ in range(count):
+                torch.distributed.all_reduce(tensor)
+            torch.cuda.synchronize()
+
+        runs[what] = engine
+        if has_nccl:
+            runs[f"{what}, nccl"] = alone
+    figures = interleaved(runs, 5, bagua.barrier, turn=3)
+    for figure in figures.values():
+        figure |= {key: figure[key] / count for key in ("median_s", "min_s")}
+    for what in [what for what in figures if has_nccl and not what.endswith("nccl")]:
+        over = figures[what]["median_s"] - figures[f"{what}, nccl"]["median_s"]
+        figures[f"{what}, engine"] = {"median_s": over}
+    return figures
+
+
+# Calls of CUDA in which the host waits for the device.
+WAITS = ("Synchronize", "cudaMemcpy", "cudaMemset", "cudaMalloc", "cudaFree", "cudaHostRegister")
+
+
+def waits(run: Callable[[], None], steps: int = 5) -> dict[str, int]:
+    """How often which of them was made in so many steps, by any thread."""
+    run()
+    torch.cuda.synchronize()
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profile:
+        with torch.profiler.record_function("steps"):
+            for _ in range(steps):
+                run()
+        torch.cuda.synchronize()
+    return waits_in([(e.name, e.time_range.start, e.time_range.end) for e in profile.events()])
+
+
+def waits_in(events: list[tuple[str, float, float]]) -> dict[str, int]:
+    """Of events (name, begin, end), those that wait and begin between those called "steps"."""
+    (span,) = [(begin, end) for name, begin, end in events if name == "steps"][:1]
+    found: dict[str, int] = {}
+    for name, begin, _ in events:
+        waits = any(wait in name for wait in WAITS) and "Async" not in name
+        if waits and name.startswith("cu") and span[0] <= begin <= span[1]:
+            found[name] = found.get(name, 0) + 1
+    return found
 
 
 def find_nccl(size: int) -> bool:
@@ -169,9 +237,11 @@ def main() -> int:
         results[f"{ranks} ranks"] = figures = json.loads(output.read_text())
         output.unlink()
         print(f"{ranks} ranks")
+        found = figures["waits of a step"]
         for what, figure in figures.items():
-            print(f"{what:<24}{figure['median_s'] * 1e3:>9.2f} ms")
-        print()
+            if figure is not found:
+                print(f"{what:<24}{figure['median_s'] * 1e3:>9.3f} ms")
+        print(f"the host waits in a step: {found or 'never'}\n")
     path.write_text(json.dumps(results, indent=1) + "\n")
     print(f"written: {path}")
     return 0

@@ -23,6 +23,11 @@ def device_of(tensor: torch.Tensor) -> int:
     return _host if tensor.is_cpu else tensor.get_device()
 
 
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Whether the host would have to wait for its numbers."""
+    return device_of(tensor) >= 0
+
+
 def arena_of(
     like: torch.Tensor, dtype: torch.dtype, **about: Any
 ) -> tuple[Any, torch.Tensor, list[torch.Tensor]]:

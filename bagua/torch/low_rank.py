@@ -10,6 +10,7 @@ import torch
 from bagua.algorithms import Exchange
 from bagua.common.kinds import Urgency
 from bagua.common.process_set import ProcessSet
+from bagua.torch.arrays import is_on_device
 from bagua.torch.buckets import Bucket, Slot
 from bagua.torch.pieces import Piece
 
@@ -28,6 +29,7 @@ class LowRankBucket(Bucket):
         self.own_residuals = 2
         rank = exchange.low_rank
         self._wholes: list[torch.Tensor] = []  # G + e, while it travels
+        self._firsts: dict[int, torch.Tensor] = {}  # by the slot's number: where Q begins
         tall, wide = [], []
         for slot in self.slots:
             rows, columns = slot.view.shape[0], slot.view[0].numel()
@@ -35,6 +37,7 @@ class LowRankBucket(Bucket):
             empty = partial(torch.empty, device=slot.view.device)
             slot.residuals = [empty(rows, columns), empty(rank_here, columns)]
             self._wholes.append(empty(rows, columns))
+            self._firsts[slot.number] = self._first(slot)
             tall.append((slot.name, empty(rank_here, rows)))
             wide.append((slot.name, empty(rank_here, columns)))
             self.forget(slot)
@@ -45,9 +48,14 @@ class LowRankBucket(Bucket):
     def forget(self, slot: Slot) -> None:
         lost, factor = slot.residuals
         lost.zero_()
-        # The same on every rank, and another one for every parameter.
+        factor.copy_(self._firsts[slot.number])
+
+    @staticmethod
+    def _first(slot: Slot) -> torch.Tensor:
+        """The same on every rank, and another one for every parameter."""
+        factor = slot.residuals[1]
         generator = torch.Generator().manual_seed(slot.number)
-        factor.copy_(torch.empty(factor.shape).normal_(generator=generator))
+        return torch.empty(factor.shape).normal_(generator=generator).to(factor.device)
 
     @torch.no_grad()
     def start(self, urgency: Urgency) -> None:
@@ -67,7 +75,11 @@ class LowRankBucket(Bucket):
         for whole, tall, wide in zip(self._wholes, self._tall.views, self._wide.views):
             # A NaN or an Inf must be seen by who scales losses, and LAPACK does not like it.
             finite = tall.isfinite().all()
-            tall.copy_(torch.linalg.qr(tall.T)[0].T if finite else tall * torch.nan)
+            if is_on_device(tall):  # where the host does not ask
+                basis = torch.linalg.qr(torch.where(finite, tall, 0.0).T)[0].T
+                tall.copy_(torch.where(finite, basis, torch.nan))
+            else:
+                tall.copy_(torch.linalg.qr(tall.T)[0].T if finite else tall * torch.nan)
             torch.matmul(tall, whole, out=wide)
         self._wide.launch(Urgency.WAITED)
         self.handle = self._wide
@@ -84,7 +96,11 @@ class LowRankBucket(Bucket):
             slot.view.copy_(mean.view(slot.view.shape))
             torch.sub(whole, mean, out=lost)
             factor.copy_(wide)
-            if not wide.isfinite().all():  # which a NaN or an Inf on any rank leads to
+            finite = wide.isfinite().all()  # else there was a NaN or an Inf on some rank
+            if is_on_device(wide):
+                lost.masked_fill_(~finite, 0.0)
+                factor.copy_(torch.where(finite, wide, self._firsts[slot.number]))
+            elif not finite:
                 self.forget(slot)  # it is told once, not for ever
 
     def discard(self) -> None:

@@ -13,7 +13,7 @@ from bagua.common.core import core
 from bagua.common.errors import UsageError
 from bagua.common.kinds import Urgency
 from bagua.common.process_set import ProcessSet
-from bagua.torch.arrays import arena_of
+from bagua.torch.arrays import arena_of, is_on_device
 from bagua.torch.buckets import view_like
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -100,8 +100,10 @@ class Piece:
         finally:
             self._forget_if_done()
         if self._counts_ranks:
-            share = float(self.flat[self._begins[-1]])
-            if share != 1:
+            at = self._begins[-1]
+            if is_on_device(self.flat):
+                self.flat /= self.flat[at : at + 1].clone()
+            elif (share := float(self.flat[at])) != 1:
                 self.flat /= share
 
     def _forget_if_done(self) -> None:

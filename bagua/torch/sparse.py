@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from bagua.common.errors import UsageError
 from bagua.common.handle import Handle
 from bagua.common.kinds import Average, Kind, ReduceOp, Sum
 from bagua.common.process_set import ProcessSet
@@ -23,21 +22,19 @@ def sparse_allreduce_async(
         what = getattr(tensor, "layout", type(tensor).__name__)
         ops._refuse(Kind.ALLGATHER, name, process_set, f"a sparse COO tensor is needed, not {what}")
     tensor = tensor.detach()
-    # The engine compares what is exchanged, so the dense shape goes along as a row of its own.
-    shape = torch.tensor([[tensor.sparse_dim(), *tensor.shape]], device=tensor.device)
+    # The engine compares the shapes of rows, and those of the values have the dense dimensions. Of
+    # each of the others no rows go along, and nobody has to look at what has come.
+    extents = [
+        tensor._values().new_empty((0, extent)) for extent in tensor.shape[: tensor.sparse_dim()]
+    ]
     gathering = ops.grouped_allgather_async(
-        [tensor._indices().t(), tensor._values(), shape], name, process_set
+        [tensor._indices().t(), tensor._values(), *extents], name, process_set
     )
 
     gathered = gathering.finish
 
     def finish(done: Any) -> Any:
-        indices, values, shapes = gathered(done)
-        if (shapes != shape).any():
-            raise UsageError(
-                f"sparse_allreduce {name or ''}: shapes differ between the ranks "
-                f"{process_set.ranks}: {shapes[:, 1:].tolist()}"
-            )
+        indices, values, *_ = gathered(done)
         if op == Average:
             rounding = None if values.is_floating_point() or values.is_complex() else "trunc"
             values = values.div(process_set.size(), rounding_mode=rounding)

@@ -69,10 +69,11 @@ class SyncBatchNorm(_BatchNorm):
         steps, running = self.num_batches_tracked, (self.running_mean, self.running_var)
         assert steps is not None
         steps.add_(1)
-        factor = 1.0 / float(steps) if self.momentum is None else self.momentum
         for statistic, value in zip(running, (mean, variance)):
             assert statistic is not None
-            statistic.lerp_(value.to(statistic.dtype), factor)
+            dtype = statistic.dtype
+            factor = steps.to(dtype).reciprocal() if self.momentum is None else self.momentum
+            statistic.lerp_(value.to(dtype), factor)
 
     @classmethod
     def convert_sync_batchnorm(
@@ -123,23 +124,24 @@ class _Normalize(torch.autograd.Function):
     ) -> Any:
         exact = _exact(input)
         mean, variance, count = _statistics(exact, process_set)
-        if count < 2:
+        # Who has two needs not look, for which the host would wait for a GPU.
+        if _count(exact) < 2 and count < 2:
             raise UsageError(
                 f"SyncBatchNorm: {count:g} values per channel on all ranks of {process_set.ranks} "
                 "together; training needs at least 2"
             )
-        ctx.save_for_backward(input, weight, mean, torch.rsqrt(variance + eps))
-        ctx.count, ctx.process_set = count, process_set
+        ctx.save_for_backward(input, weight, mean, torch.rsqrt(variance + eps), count)
+        ctx.process_set = process_set
         if weight is not None:
             weight, bias = weight.to(exact.dtype), bias.to(exact.dtype)
         output = torch.nn.functional.batch_norm(exact, mean, variance, weight, bias, eps=eps)
-        ctx.mark_non_differentiable(mean, variance)
+        ctx.mark_non_differentiable(mean, variance, count)
         return output.to(input.dtype), mean, variance, count
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Any, *_: Any) -> Any:
-        input, weight, mean, scale = ctx.saved_tensors
+        input, weight, mean, scale, count = ctx.saved_tensors
         grad = grad.to(mean.dtype)
         normalized = (_exact(input) - _column(mean, input)) * _column(scale, input)
         dims = _all_but_channels(input)
@@ -149,7 +151,7 @@ class _Normalize(torch.autograd.Function):
         grad_input = None
         if ctx.needs_input_grad[0]:
             ops.allreduce_(sums, op=Sum, process_set=ctx.process_set)
-            sums /= ctx.count
+            sums /= count
             grad_input = grad - _column(sums[0], grad) - normalized * _column(sums[1], grad)
             factor = scale if weight is None else scale * weight.to(scale.dtype)
             grad_input = (grad_input * _column(factor, grad)).to(input.dtype)
@@ -158,20 +160,24 @@ class _Normalize(torch.autograd.Function):
         return grad_input, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None
 
 
-def _statistics(exact: torch.Tensor, process_set: ProcessSet) -> tuple[Any, Any, float]:
+def _count(input: torch.Tensor) -> int:
+    """Values per channel, of this rank."""
+    return input.numel() // max(input.shape[1], 1)
+
+
+def _statistics(exact: torch.Tensor, process_set: ProcessSet) -> tuple[Any, Any, torch.Tensor]:
     """Mean, variance and count per channel over all ranks."""
-    channels = exact.shape[1]
-    count = exact.numel() // max(channels, 1)
+    channels, count = exact.shape[1], _count(exact)
     if count:
         variance, mean = torch.var_mean(exact, _all_but_channels(exact), correction=0)
     else:
         variance = mean = exact.new_zeros(channels)
     # In float64: float32 could not count beyond 2^24, and these are few numbers.
-    mine = torch.cat([mean, variance * count, mean.new_tensor([0.0])]).double()
+    mine = torch.cat([mean, variance * count, mean.new_zeros(1)]).double()
     mine[-1] = count
     everyone = ops.allgather(mine.unsqueeze(0), process_set=process_set)
     means, squares, counts = everyone.split([channels, channels, 1], dim=1)
-    total = float(counts.sum())
+    total = counts.sum()
     mean = (means * counts).sum(0) / total
     variance = (squares + counts * (means - mean) ** 2).sum(0) / total
     return mean.to(exact.dtype), variance.to(exact.dtype), total

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "codec/gpu_kernels.h"
+#include "codec/singles.h"
 #include "common/errors.h"
 
 namespace bagua {
@@ -13,6 +14,12 @@ const Kernels& kernels_of(const Coding& coding) {
       coding.codec->sparse ? topk_kernels(coding.values->name) : value_kernels(coding.codec->name);
   if (!found) throw InternalError(std::string("no kernels for ") + coding.codec->name);
   return *found;
+}
+
+template <class S>
+void scale_on_host(void* data, int64_t count, float factor) {
+  auto* values = static_cast<typename S::Wire*>(data);
+  for (int64_t i = 0; i < count; ++i) values[i] = scaled<S>(values[i], factor);
 }
 
 void check_place(const char* wire) {
@@ -56,6 +63,16 @@ void gpu_add_up(const Coding& coding, const Wires& wires, Finish finish, float* 
   device.as_current([&] {
     kernels_of(coding).add_up(coding, wires, finish, residual, count, wire, out, stream);
   });
+}
+
+void gpu_scale(DType dtype, void* data, int64_t count, float factor, Device& device,
+               Device::Stream stream) {
+  if (count == 0) return;
+  const auto on_host = [=] {
+    (dtype == DType::kF16 ? scale_on_host<Half> : scale_on_host<BrainHalf>)(data, count, factor);
+  };
+  if (device.works_on_host(stream, on_host)) return;
+  device.as_current([&] { scale_kernels(dtype)(data, count, factor, stream); });
 }
 
 }  // namespace bagua

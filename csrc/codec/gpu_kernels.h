@@ -23,6 +23,9 @@ struct Kernels {
 };
 const Kernels* value_kernels(const std::string& name);
 const Kernels* topk_kernels(const std::string& name);
+// How floats of 16 bits are multiplied, see gpu_scale.
+using Scale = void (*)(void*, int64_t, float, Device::Stream);
+Scale scale_kernels(DType dtype);
 
 #ifdef __CUDACC__
 
@@ -46,6 +49,8 @@ struct Finishing {
     return divisor == 1 && factor == 1 ? sum : sum / divisor * factor;
   }
 };
+
+inline cudaStream_t as_cuda(Device::Stream stream) { return static_cast<cudaStream_t>(stream); }
 
 // Blocks of threads for so many items; each goes on with what is left.
 inline int grid_of(int64_t items, int per_block) {
@@ -80,8 +85,7 @@ struct Launch {
     const int nbytes = K::shared_nbytes(shape);
     if (nbytes > 48 << 10)  // more than usual is asked for
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, nbytes);
-    kernel<<<K::grid(count), K::kThreads, nbytes, static_cast<cudaStream_t>(stream)>>>(shape,
-                                                                                       args...);
+    kernel<<<K::grid(count), K::kThreads, nbytes, as_cuda(stream)>>>(shape, args...);
   }
   static void encode(const Coding& coding, const float* in, float* residual, int64_t count,
                      char* wire, Device::Stream stream) {

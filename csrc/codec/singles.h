@@ -22,4 +22,10 @@ struct BrainHalf {
   BAGUA_BOTH static float value(BF16 code) { return to_float(code); }
 };
 
+// A value of such a format, multiplied as a float and rounded once.
+template <class S>
+BAGUA_BOTH typename S::Wire scaled(typename S::Wire x, float factor) {
+  return S::code(S::value(x) * factor);
+}
+
 }  // namespace bagua

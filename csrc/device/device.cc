@@ -1,5 +1,6 @@
 #include "device/device.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "common/errors.h"
@@ -14,9 +15,16 @@ void Device::keep_until(const Mark& mark, std::shared_ptr<void> owner) {
   let_go();
 }
 
+// Sizes that are lent, four to a power of two: what is needed varies from time to time.
+size_t Device::lent_nbytes(size_t nbytes) {
+  size_t step = 256;
+  while (nbytes / step >= 8) step *= 2;
+  return std::max<size_t>(1, (nbytes + step - 1) / step) * step;
+}
+
 std::shared_ptr<char> Device::lend(size_t nbytes) {
   std::shared_ptr<char> memory;
-  size_t has_nbytes = nbytes;
+  size_t has_nbytes = nbytes = lent_nbytes(nbytes);
   {
     std::lock_guard<std::mutex> lock(lending_);
     const auto found = spare_.lower_bound(nbytes);
@@ -31,6 +39,18 @@ std::shared_ptr<char> Device::lend(size_t nbytes) {
   return {data, [this, memory = std::move(memory), has_nbytes](char*) mutable {
             std::lock_guard<std::mutex> lock(lending_);
             spare_.emplace(has_nbytes, std::move(memory));
+          }};
+}
+
+std::shared_ptr<char> Device::lend(size_t nbytes, User user) {
+  std::shared_ptr<char> memory = lend(nbytes);
+  char* data = memory.get();
+  return {data, [this, memory = std::move(memory), user = std::move(user)](char*) mutable {
+            try {
+              keep_until(mark(*user), memory);
+            } catch (const Error&) {  // it is broken, or the process ends
+              new std::shared_ptr<char>(std::move(memory));
+            }
           }};
 }
 
@@ -52,6 +72,12 @@ void Device::let_go() {
       ++i;
     }
   }
+}
+
+void Device::forget_kept() {
+  std::vector<KeptUntil> kept;  // outlives the lock
+  const std::lock_guard<std::mutex> lock(keeping_);
+  kept.swap(kept_);
 }
 
 }  // namespace bagua

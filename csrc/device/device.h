@@ -2,6 +2,7 @@
 // while the host goes on; a mark tells where a stream was.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <functional>
 #include <map>
@@ -50,6 +51,9 @@ class Device {
   // The same for the engine itself, which lets go of it when nothing is done with it any more: it
   // is kept for the next time, without waiting.
   std::shared_ptr<char> lend(size_t nbytes);
+  // The same for somebody whose stream may still use it when it is let go of.
+  using User = std::shared_ptr<std::atomic<Stream>>;
+  std::shared_ptr<char> lend(size_t nbytes, User user);
   virtual void clear(char* memory, size_t nbytes, Stream stream) = 0;
   // NCCL for this kind of device, see find_nccl; null, and why, if there is none.
   virtual const NcclLibrary* nccl(const std::string& path, std::string& why_not) = 0;
@@ -62,11 +66,17 @@ class Device {
   // The same memory, which the device can reach by itself until this is let go; null if it cannot.
   virtual std::shared_ptr<char> pin(std::shared_ptr<char> memory, size_t nbytes) = 0;
 
+ protected:
+  // A device that goes lets go of everything first: who has lent memory may ask it something.
+  void forget_kept();
+
  private:
   struct KeptUntil {
     Mark mark;
     std::shared_ptr<void> owner;
   };
+  static size_t lent_nbytes(size_t nbytes);
+
   std::mutex lending_;
   std::multimap<size_t, std::shared_ptr<char>> spare_;  // by size
   std::mutex keeping_;

@@ -24,6 +24,7 @@ std::string fill(NcclLibrary& library, void* handle) {
   find(library.get_async_error, "ncclCommGetAsyncError");
   find(library.abort, "ncclCommAbort");
   find(library.finalize, "ncclCommFinalize");
+  find(library.destroy, "ncclCommDestroy");
   find(library.group_start, "ncclGroupStart");
   find(library.group_end, "ncclGroupEnd");
   find(library.all_reduce, "ncclAllReduce");

@@ -9,7 +9,13 @@
 
 namespace bagua {
 
-enum class NcclResult : int { kSuccess = 0, kRemoteError = 6, kInProgress = 7 };
+enum class NcclResult : int {
+  kSuccess = 0,
+  kSystemError = 2,
+  kInternalError = 3,
+  kRemoteError = 6,
+  kInProgress = 7,
+};
 enum class NcclType : int {
   kI8 = 0,
   kU8 = 1,
@@ -52,6 +58,7 @@ struct NcclLibrary {
   NcclResult (*get_async_error)(Comm, NcclResult*) = nullptr;
   NcclResult (*abort)(Comm) = nullptr;
   NcclResult (*finalize)(Comm) = nullptr;
+  NcclResult (*destroy)(Comm) = nullptr;
   NcclResult (*group_start)() = nullptr;
   NcclResult (*group_end)() = nullptr;
   NcclResult (*all_reduce)(const void* in, void* out, size_t count, NcclType, NcclOp, Comm,

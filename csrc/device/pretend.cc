@@ -109,7 +109,7 @@ void PretendDevice::replay(Stream stream, const std::shared_ptr<Graph>& graph) {
 }
 
 PretendDevice::PretendDevice(int work_us) : work_us_(work_us) {}
-PretendDevice::~PretendDevice() = default;
+PretendDevice::~PretendDevice() { forget_kept(); }
 
 void PretendDevice::run(Stream stream, std::function<void()> work) {
   if (!stream) return work();
@@ -166,6 +166,7 @@ std::string PretendDevice::identity() const {
 }
 
 std::shared_ptr<char> PretendDevice::allocate(size_t nbytes) {
+  ++allocations_;
   auto memory = allocate_lines(nbytes);
   std::memset(memory.get(), 0x5a, nbytes);  // nobody may count on anything
   return memory;

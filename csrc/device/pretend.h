@@ -39,6 +39,9 @@ class PretendDevice : public Device {
   const NcclLibrary* nccl(const std::string&, std::string&) override { return nccl_; }
   void use_nccl(const NcclLibrary* library) { nccl_ = library; }
 
+  // How often it has given memory.
+  int allocations() const { return allocations_; }
+
   // From now on it is broken: whoever asks it something hears so.
   void fail() { failed_ = true; }
   void as_current(const std::function<void()>& work) override { work(); }
@@ -64,6 +67,7 @@ class PretendDevice : public Device {
   const int work_us_;
   const NcclLibrary* nccl_ = nullptr;
   std::atomic<bool> failed_{false};
+  std::atomic<int> allocations_{0};
   std::mutex mutex_;
   std::vector<std::unique_ptr<Worker>> workers_;
 };

@@ -151,11 +151,13 @@ void Bucket::meet(Device::Stream stream) {
   if (met_.empty()) return;
   // A stream that is captured can wait only for what is captured with it; its owner has seen to the
   // others before.
-  const bool captured = device_->captured(device_->mark(stream));
-  for (const Device::Stream other : met_) {
-    const Device::Mark mark = device_->mark(other);
-    if (!captured || device_->captured(mark)) device_->follow(stream, mark);
+  if (device_->captured(device_->mark(stream))) {
+    const auto elsewhere = [&](Device::Stream other) {
+      return !device_->captured(device_->mark(other));
+    };
+    met_.erase(std::remove_if(met_.begin(), met_.end(), elsewhere), met_.end());
   }
+  for (const Device::Stream other : met_) device_->follow(stream, device_->mark(other));
 }
 
 void Bucket::part(const Device::Mark& mark) {

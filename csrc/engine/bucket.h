@@ -59,7 +59,8 @@ class Bucket {
   // On a device: a slot's values come by this stream.
   void came_by(Device::Stream stream);
   // Makes one stream wait for all of those; and, with what it has then been given, all those for
-  // it, in whose order the memory of gradients may be used again.
+  // it, in whose order the memory of gradients may be used again. If it is captured, those count
+  // that are captured with it: others would be drawn into the capture.
   void meet(Device::Stream stream);
   void part(const Device::Mark& mark);
   // Slots not ready since the last launch.

@@ -223,6 +223,7 @@ void Engine::coordinate() {
     drive(nullptr, 0);
     const bool through = stopping && try_stop();
     const bool watchful = anything_open() || on_device() || stopping ||
+                          (nccl_ && nccl_->has_left()) ||
                           (ledger_ && (ledger_->any_open() || liveness_.asked(now_s())));
     doze_us = watchful ? (stopping && !stopping_now_ && nccl_ ? kEndUs : kTickUs) : -1;
     lock.lock();

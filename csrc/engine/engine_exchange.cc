@@ -88,8 +88,8 @@ NcclExchange* Engine::nccl_for(int32_t id, const std::vector<RequestPtr>& reques
   if (!nccl_ || (device_ && !nccl_->device())) {
     std::string why_not;
     const NcclLibrary* library = device_ ? device_->nccl(config_.nccl_path, why_not) : nullptr;
-    const auto tell = [this](const std::string& text) { log_.write(LogLevel::kInfo, text); };
-    if (!why_not.empty()) tell(why_not);
+    const auto tell = [this](LogLevel level, const std::string& text) { log_.write(level, text); };
+    if (!why_not.empty()) tell(LogLevel::kInfo, why_not);
     nccl_ = std::make_unique<NcclExchange>(library, device_, config_.nccl_shares_gpu, tell);
   }
   const auto tell_all = [&](const std::vector<int64_t>& mine) {

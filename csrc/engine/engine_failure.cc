@@ -101,6 +101,8 @@ void Engine::tick() {
                      ": stopped, or its machine is overloaded or unreachable (peer_timeout_s)");
   if (ledger_) look_for_stalls(now);
   if (on_device()) nccl_->check();
+  const bool idle = exchanging_.empty() && !anything_open() && !on_device();
+  if (nccl_ && idle && !stopping_now_) nccl_->tidy();
 }
 
 // A rank is gone without a goodbye. That ends the engine, unless this rank is leaving anyway.

@@ -41,7 +41,8 @@ void connect(Job& job, const Collective& row, Staging& staging) {
 // Memory for a result, where the tensors are.
 char* allocate(Output& output, const Workbench& bench, size_t nbytes) {
   output.on_device = bench.nccl != nullptr;
-  output.data = bench.nccl ? bench.nccl->allocate(nbytes) : allocate_lines(nbytes);
+  if (bench.nccl) output.user = std::make_shared<std::atomic<Device::Stream>>(nullptr);
+  output.data = bench.nccl ? bench.nccl->allocate(nbytes, output.user) : allocate_lines(nbytes);
   return output.data.get();
 }
 

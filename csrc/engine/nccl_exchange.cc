@@ -3,11 +3,15 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <iterator>
 #include <thread>
 #include <utility>
 
+#include "codec/gpu.h"
 #include "common/clock.h"
 #include "engine/nccl_coded.h"
+#include "engine/outcome.h"
+#include "engine/short_factor.h"
 
 namespace bagua {
 namespace {
@@ -77,12 +81,9 @@ NcclExchange::NcclExchange(const NcclLibrary* library, Device* device, bool shar
 // could wait for other ranks for ever, so none is.
 NcclExchange::~NcclExchange() {
   const double until_s = now_s() + kEndS;
-  try {
-    for (auto& group : ending_)
-      while (!group->has_ended() && now_s() < until_s)
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  } catch (const std::exception&) {  // nobody is there to be told
-  }
+  for (auto& group : ending_)
+    while (!group->has_ended() && now_s() < until_s)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
   abort();
 }
 
@@ -106,13 +107,34 @@ void NcclExchange::agree(int32_t set, const TellAll& tell_all) {
   if (undecided(cards)) return;
   const std::string why_not = obstacle(cards);
   auto& nccl = groups_[set];
-  if (!why_not.empty()) return tell_("NCCL is not used: " + why_not);
-  tell_("tensors on " + device_->name() + " go by NCCL " + version_text(*library_));
-  device_->as_current([&] {  // where the communicator is to be
-    nccl = std::make_unique<NcclGroup>(
-        *library_, cards[0].id, group_->size(), group_->me(),
-        [this](const std::function<bool()>& reached) { group_->wait_until(reached); });
-  });
+  if (!why_not.empty()) return tell_(LogLevel::kInfo, "NCCL is not used: " + why_not);
+  nccl = connect(cards[0].id);
+}
+
+// A communicator on all ranks, or on none.
+std::unique_ptr<NcclGroup> NcclExchange::connect(const NcclId& id) {
+  Outcome outcome(*group_);
+  auto nccl = std::make_unique<NcclGroup>(
+      *library_, group_->size(), group_->me(),
+      [this](const std::function<bool()>& reached) { group_->wait_until(reached); });
+  std::string why_not;
+  try {
+    device_->as_current([&] { nccl->begin(id); });  // where the communicator is to be
+  } catch (const InternalError& error) {
+    why_not = error.what();
+  }
+  if (why_not.empty()) why_not = nccl->begun([&] { return outcome.failed(); });
+  if (!why_not.empty())
+    why_not = "rank " + std::to_string(group_->rank_of(group_->me())) + ": " + why_not;
+  why_not = outcome.settle(why_not);
+  if (why_not.empty()) {
+    tell_(LogLevel::kInfo,
+          "tensors on " + device_->name() + " go by NCCL " + version_text(*library_));
+    return nccl;
+  }
+  const LogLevel level = group_->me() == 0 ? LogLevel::kWarning : LogLevel::kInfo;
+  tell_(level, "NCCL is not used: " + why_not + "; NCCL_DEBUG=WARN tells more");
+  return nullptr;
 }
 
 // Inside one node, or alone, some codecs are not asked for.
@@ -129,12 +151,6 @@ bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, G
     const bool coded = is_coded(d.codec.empty(), d.exact_in_nodes);
     if (coded && d.exact_in_nodes && group.on_shared_nodes())
       return false;  // exact inside the nodes only
-    bool scales = true;
-    for_each_tensor(d, [&](DType dtype, const int64_t*, size_t) {
-      scales =
-          scales && NcclGroup::can_scale(dtype, {d.op, d.prescale * d.postscale}, group.size());
-    });
-    if (!coded && !scales) return false;
   }
   const bool captured = requests[0]->description.captured;
   if (groups_.count(set) == 0 && !captured) agree(set, tell_all);
@@ -155,21 +171,37 @@ char* NcclExchange::borrow(size_t nbytes) {
   return borrowed_.back().get();
 }
 
+// Calls give(how) so that NCCL reduces to the places where `results` are, and does the rest.
+template <class Give>
+void NcclExchange::reduce(const Job& job, const std::vector<NcclGroup::Piece>& results,
+                          Give&& give) {
+  const bool is_short = job.dtype == DType::kF16 || job.dtype == DType::kBF16;
+  if (!is_short || !is_linear(job.op)) return give({job.op, job.finish.factor});
+  const ShortFactor factor = short_factor(job.dtype, job.finish.factor / job.finish.divisor);
+  if (factor.after == 1) return give({job.op, job.finish.factor});
+  give({ReduceOp::kSum, factor.before});
+  for (const NcclGroup::Piece& p : results)
+    gpu_scale(job.dtype, p.out, p.count, static_cast<float>(factor.after), *device_, on_);
+}
+
 void NcclExchange::run(OpKind kind, const Job& job) {
-  const NcclGroup::How how = {job.op, job.finish.factor};
+  using How = NcclGroup::How;
   if (is_coded(!job.coding, job.exact_in_nodes))
     return allreduce_coded({*nccl_, *device_, on_, group_->size(), group_->me(),
                             [this](size_t nbytes) { return borrow(nbytes); }},
                            job);
   switch (kind) {
     case OpKind::kAllreduce:
-      return nccl_->allreduce(pieces_of(job), job.dtype, how);
+      return reduce(job, pieces_of(job),
+                    [&](How how) { nccl_->allreduce(pieces_of(job), job.dtype, how); });
     case OpKind::kBroadcast:
       return nccl_->broadcast(pieces_of(job), job.dtype, job.root);
     case OpKind::kAllgather:
       return nccl_->allgather(job.in, job.out, job.out_counts, job.dtype);
     case OpKind::kReducescatter:
-      return nccl_->reducescatter(job.in, job.out, job.in_counts, job.dtype, how);
+      return reduce(
+          job, {{job.in, job.out, job.in_counts[static_cast<size_t>(group_->me())]}},
+          [&](How how) { nccl_->reducescatter(job.in, job.out, job.in_counts, job.dtype, how); });
     case OpKind::kAlltoall:
       return nccl_->alltoall(job.in, job.out, job.in_counts, job.out_counts, job.dtype);
     default:
@@ -200,9 +232,11 @@ void NcclExchange::check() {
 }
 
 void NcclExchange::abort() noexcept {
+  std::vector<NcclGroup*> all;
   for (auto& [set, group] : groups_)
-    if (group) group->abort();
-  for (auto& group : ending_) group->abort();
+    if (group) all.push_back(group.get());
+  for (auto& group : ending_) all.push_back(group.get());
+  NcclGroup::abort(all);
   try {
     if (device_) device_->drain(stream_);
   } catch (const std::exception&) {  // it is broken, and writes no more
@@ -218,6 +252,28 @@ void NcclExchange::forget(int32_t set) {
     ending_.back()->end();
   }
   groups_.erase(found);
+}
+
+bool NcclExchange::has_left() const {
+  return std::any_of(ending_.begin(), ending_.end(),
+                     [](const auto& group) { return group->ends(); });
+}
+
+// By a thread: memory of the device is given back when the device has done all it was given, and
+// that may be waiting for other ranks.
+void NcclExchange::tidy() {
+  if (freeing_.valid() && freeing_.wait_for(std::chrono::seconds(0)) != std::future_status::ready)
+    return;
+  const auto first_ended = std::partition(ending_.begin(), ending_.end(), [](const auto& group) {
+    return !group->ends() || !group->has_ended();
+  });
+  if (first_ended == ending_.end()) return;
+  std::vector<std::unique_ptr<NcclGroup>> ended(std::make_move_iterator(first_ended),
+                                                std::make_move_iterator(ending_.end()));
+  ending_.erase(first_ended, ending_.end());
+  freeing_ = std::async(std::launch::async, [ended = std::move(ended)] {
+    for (const auto& group : ended) group->free();
+  });
 }
 
 void NcclExchange::finish() {

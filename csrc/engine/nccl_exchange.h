@@ -3,12 +3,14 @@
 #pragma once
 
 #include <functional>
+#include <future>
 #include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "collective/collective.h"
+#include "common/log.h"
 #include "device/device.h"
 #include "engine/request.h"
 #include "transport/nccl.h"
@@ -17,7 +19,7 @@ namespace bagua {
 
 class NcclExchange {
  public:
-  using Tell = std::function<void(const std::string&)>;
+  using Tell = std::function<void(LogLevel, const std::string&)>;
   // Gives everyone these numbers of each, in order.
   using TellAll = std::function<std::vector<int64_t>(const std::vector<int64_t>&)>;
 
@@ -34,7 +36,10 @@ class NcclExchange {
   // The requests' memory is a matter of their handles from then on.
   void end(const std::vector<RequestPtr>& requests);
 
-  std::shared_ptr<char> allocate(size_t nbytes) { return device_->allocate(nbytes); }
+  // Memory for a result.
+  std::shared_ptr<char> allocate(size_t nbytes, const Device::User& user) {
+    return device_->lend(nbytes, user);
+  }
   // Memory that stays as long as the exchange needs it.
   char* borrow(size_t nbytes);
   void copy(char* to, const char* from, size_t nbytes) { device_->copy(to, from, nbytes, on_); }
@@ -45,14 +50,20 @@ class NcclExchange {
   void check();
   // Something broke: ends what is under way, whoever it waits for, and waits for that.
   void abort() noexcept;
-  // A process set is gone.
+  // A process set is gone. What NCCL keeps for it goes when nothing is under way any more: as long
+  // as some is left, tidy() should be called from time to time. It never waits.
   void forget(int32_t set);
+  bool has_left() const;
+  void tidy();
   // Nothing comes any more. What was given must be done.
   void finish();
   Device* device() const { return device_; }
 
  private:
   void agree(int32_t set, const TellAll& tell_all);
+  std::unique_ptr<NcclGroup> connect(const NcclId& id);
+  template <class Give>
+  void reduce(const Job& job, const std::vector<NcclGroup::Piece>& results, Give&& give);
   bool is_coded(bool is_plain, bool exact_in_nodes) const;
 
   const NcclLibrary* const library_;
@@ -65,6 +76,7 @@ class NcclExchange {
   std::vector<std::unique_ptr<NcclGroup>> ending_;        // that nobody gives anything to
   Device::Mark last_;
   std::vector<std::shared_ptr<char>> borrowed_;  // for the exchange at hand
+  std::future<void> freeing_;                    // what has ended
 
   // Of the exchange at hand.
   Group* group_ = nullptr;

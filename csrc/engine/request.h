@@ -84,6 +84,7 @@ struct Output {
   std::shared_ptr<char> data;
   std::vector<int64_t> rows;  // received from each rank
   bool on_device = false;
+  Device::User user = nullptr;  // on a device: who has waited for it last
 };
 
 // Completion or a failure. Written by the driving thread before done becomes true, then read-only.
@@ -104,6 +105,8 @@ class Handle {
   // are values.
   void make_follow(Device::Stream stream) const {
     if (device_) device_->follow(stream, end_);
+    for (const Output& output : outputs)
+      if (output.user) *output.user = stream;
   }
   // The stream that what is exchanged belongs to.
   void began_on(Device::Stream stream) { began_on_ = stream; }

@@ -99,6 +99,18 @@ void average(const Coding& c, const std::vector<py::object>& wires, const py::ob
   c.decode(to.plain.data, count, out.values());
 }
 
+// Multiplies floats of 16 bits, and rounds once.
+void scale_short(const py::object& values, double factor) {
+  Plain plain = {};
+  if (!read_plain(values.ptr(), plain) ||
+      (plain.dtype != DType::kF16 && plain.dtype != DType::kBF16))
+    throw UsageError("writable float16 or bfloat16 in C order is needed");
+  if (plain.device == kHost) return scale(plain.dtype, plain.data, plain.count(), factor);
+  Device& device = device_of(plain.device);
+  gpu_scale(plain.dtype, plain.data, plain.count(), static_cast<float>(factor), device,
+            current_stream(device));
+}
+
 }  // namespace
 
 void add_coding_type(py::module_& m) {
@@ -114,6 +126,7 @@ void add_coding_type(py::module_& m) {
       .def("decode", decode, py::arg("wire"), py::arg("values"), py::arg("isa") = "")
       .def("average", average, py::arg("wires"), py::arg("wire"), py::arg("values"),
            py::arg("residual") = py::none());
+  m.def("scale_short", scale_short);
   m.def("isas", [] {
     std::vector<std::string> names;
     for (int i = 0; i < kIsaCount; ++i)

@@ -45,6 +45,7 @@ class Group {
 
   int size() const { return static_cast<int>(ranks_.size()); }
   int me() const { return me_; }
+  int rank_of(int index) const { return ranks_[index]; }
   // The peer `distance` places to the right, round the ring.
   int neighbor(int distance) const { return (me_ + distance % size() + size()) % size(); }
 
@@ -58,6 +59,8 @@ class Group {
     return transport_.recv(ranks_[index], data, nbytes);
   }
 
+  // As Transport::done.
+  bool done(Ticket ticket) { return transport_.done(ticket); }
   // Waits for one message.
   void wait(Ticket ticket) {
     wait_until([&] { return transport_.done(ticket); });

@@ -1,10 +1,10 @@
 #include "transport/nccl.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -73,31 +73,56 @@ struct Scalar {
   }
 };
 
+constexpr const char* kHint = "; NCCL_DEBUG=WARN tells more, and nccl=False does without NCCL";
+
+// A dead peer, and a network that breaks or refuses, are errors of the system where a socket of
+// NCCL's has noticed it, and internal ones where one of its threads has (NVIDIA/nccl#795).
+bool blames_others(NcclResult result) {
+  return result == NcclResult::kRemoteError || result == NcclResult::kSystemError ||
+         result == NcclResult::kInternalError;
+}
+
 bool all_alike(const NcclGroup::Counts& counts) {
   return std::all_of(counts.begin(), counts.end(), [&](int64_t n) { return n == counts[0]; });
 }
 
 }  // namespace
 
-NcclGroup::NcclGroup(const NcclLibrary& library, const NcclId& id, int size, int me,
-                     WaitUntil wait_until)
-    : library_(library), size_(size), me_(me), wait_until_(std::move(wait_until)) {
+NcclGroup::NcclGroup(const NcclLibrary& library, int size, int me, WaitUntil wait_until)
+    : library_(library), size_(size), me_(me), wait_until_(std::move(wait_until)) {}
+
+void NcclGroup::begin(const NcclId& id) {
   NcclConfig config;
-  try {
-    finish(library_.init_rank_config(&comm_, size, id, me, &config), "ncclCommInitRankConfig");
-  } catch (...) {
-    abort();
-    throw;
-  }
+  begun_ = library_.init_rank_config(&comm_, size_, id, me_, &config);
 }
 
-void NcclGroup::abort() {
-  auto* comm = std::exchange(comm_, nullptr);
-  if (comm && captured_) {
-    std::thread([abort = library_.abort, comm] { abort(comm); }).detach();
-  } else if (comm) {
-    library_.abort(comm);
+std::string NcclGroup::begun(const std::function<bool()>& pointless) {
+  if (comm_ && begun_ == NcclResult::kInProgress)
+    wait_until_([&] { return (begun_ = state()) != NcclResult::kInProgress || pointless(); });
+  if (begun_ == NcclResult::kSuccess && comm_) return "";
+  return std::string("ncclCommInitRankConfig: ") + library_.error_string(begun_);
+}
+
+// Each by a thread of its own: NCCL ends a communicator when its kernels have ended, and those may
+// be queued behind kernels of another one, which end when that is aborted.
+void NcclGroup::abort(const std::vector<NcclGroup*>& groups) {
+  std::vector<std::thread> threads;
+  for (NcclGroup* group : groups) {
+    auto* comm = std::exchange(group->comm_, nullptr);
+    if (!comm) continue;
+    const auto end = [abort = group->library_.abort, comm] { abort(comm); };
+    try {
+      std::thread thread(end);
+      if (group->captured_) {
+        thread.detach();
+      } else {
+        threads.push_back(std::move(thread));
+      }
+    } catch (const std::system_error&) {  // no more threads here
+      end();
+    }
   }
+  for (std::thread& thread : threads) thread.join();
 }
 
 void NcclGroup::end() {
@@ -105,36 +130,37 @@ void NcclGroup::end() {
     expect(library_.finalize(comm_), "ncclCommFinalize");
 }
 
-bool NcclGroup::has_ended() {
-  NcclResult state = NcclResult::kSuccess;
-  if (comm_ && ending_) expect(library_.get_async_error(comm_, &state), "ncclCommGetAsyncError");
-  return state != NcclResult::kInProgress;
+bool NcclGroup::has_ended() { return !comm_ || !ending_ || state() != NcclResult::kInProgress; }
+
+void NcclGroup::free() {
+  if (!comm_) return;
+  if (state() != NcclResult::kSuccess) return abort();
+  library_.destroy(std::exchange(comm_, nullptr));
 }
 
 void NcclGroup::expect(NcclResult result, const char* what) {
   if (result == NcclResult::kSuccess || result == NcclResult::kInProgress) return;
   const std::string text = std::string(what) + ": " + library_.error_string(result);
-  if (result == NcclResult::kRemoteError) throw PeerError(text);
-  throw InternalError(text + "; NCCL_DEBUG=WARN tells more, and nccl=False does without NCCL");
+  if (size_ > 1 && blames_others(result))
+    throw PeerError(text + kHint + ", or a rank or the network between them is gone");
+  throw InternalError(text + kHint);
+}
+
+// What the communicator is about: at it, done, or a failure.
+NcclResult NcclGroup::state() {
+  NcclResult state = NcclResult::kSuccess;
+  const NcclResult asked = library_.get_async_error(comm_, &state);
+  return asked == NcclResult::kSuccess ? state : asked;
 }
 
 // A communicator that does not block may still be at it.
 void NcclGroup::finish(NcclResult result, const char* what) {
   expect(result, what);
-  if (!comm_) throw InternalError(std::string(what) + " gave no communicator");
-  NcclResult state = result;
-  wait_until_([&] {
-    expect(library_.get_async_error(comm_, &state), "ncclCommGetAsyncError");
-    return state != NcclResult::kInProgress;
-  });
-  expect(state, what);
+  wait_until_([&] { return (result = state()) != NcclResult::kInProgress; });
+  expect(result, what);
 }
 
-void NcclGroup::check() {
-  NcclResult state = NcclResult::kSuccess;
-  expect(library_.get_async_error(comm_, &state), "ncclCommGetAsyncError");
-  expect(state, "NCCL");
-}
+void NcclGroup::check() { expect(state(), "NCCL"); }
 
 void NcclGroup::together(const std::function<void()>& give) {
   expect(library_.group_start(), "ncclGroupStart");
@@ -163,15 +189,6 @@ bool NcclGroup::can_move(DType dtype) { return type_of(dtype).has_value(); }
 bool NcclGroup::can_reduce(DType dtype, ReduceOp op) {
   if (dtype == DType::kBool || !can_move(dtype) || !op_of(op)) return false;
   return op != ReduceOp::kAverage || is_float(dtype);
-}
-
-bool NcclGroup::can_scale(DType dtype, How how, int size) {
-  if (dtype != DType::kF16 && dtype != DType::kBF16) return true;
-  int exponent = 0;
-  const double factor = how.op == ReduceOp::kAverage ? how.factor / size : how.factor;
-  const bool power_of_two = std::frexp(std::abs(factor), &exponent) == 0.5;
-  const int most = dtype == DType::kF16 ? 14 : 126;
-  return power_of_two && std::abs(exponent - 1) <= most;
 }
 
 void NcclGroup::allreduce(const std::vector<Piece>& pieces, DType dtype, How how) {

@@ -28,16 +28,25 @@ class NcclGroup {
     double factor;
   };
 
-  // Called by all of them with one id.
-  NcclGroup(const NcclLibrary& library, const NcclId& id, int size, int me, WaitUntil wait_until);
+  NcclGroup(const NcclLibrary& library, int size, int me, WaitUntil wait_until);
   // Ends what is still under way, unless it has ended well.
   ~NcclGroup() { abort(); }
   NcclGroup(const NcclGroup&) = delete;
-  void abort();
+  // Called by all of them with one id, with the device current; nothing waits.
+  void begin(const NcclId& id);
+  // Waits until it has begun, or `pointless`: why it has not, or nothing. Then it may only end.
+  std::string begun(const std::function<bool()>& pointless);
+  void abort() { abort({this}); }
+  // Of all groups of a device at once: one after another they may wait for each other for ever.
+  static void abort(const std::vector<NcclGroup*>& groups);
   // Nothing comes any more: what NCCL's own threads still have to send, they do; true when they
-  // have.
+  // have, or cannot.
   void end();
   bool has_ended();
+  // Whether it comes to an end while the process lasts.
+  bool ends() const { return comm_ && !captured_; }
+  // When it has ended: lets go of what NCCL keeps for it, and waits for the device.
+  void free();
 
   // Where everything goes from now on. NCCL ends no communicator while there are graphs that
   // captured its work, and would wait for them.
@@ -50,8 +59,7 @@ class NcclGroup {
 
   static bool can_move(DType dtype);
   static bool can_reduce(DType dtype, ReduceOp op);
-  // Factors are numbers of the values' own type: short ones should be there without rounding.
-  static bool can_scale(DType dtype, How how, int size);
+  // Factors are numbers of the values' own type, see short_factor.h for short ones.
   void allreduce(const std::vector<Piece>& pieces, DType dtype, How how);
   void broadcast(const std::vector<Piece>& pieces, DType dtype, int root);
   void allgather(const char* in, char* out, const Counts& counts, DType dtype);
@@ -62,6 +70,7 @@ class NcclGroup {
  private:
   void expect(NcclResult result, const char* what);
   void finish(NcclResult result, const char* what);
+  NcclResult state();
   // Together, all that `give` gives; nothing if it throws.
   void together(const std::function<void()>& give);
   // Calls give(operation) with the operation that reduces like this.
@@ -72,6 +81,7 @@ class NcclGroup {
   Stream stream_ = nullptr;
   const WaitUntil wait_until_;
   NcclLibrary::Comm comm_ = nullptr;
+  NcclResult begun_ = NcclResult::kSuccess;
   bool ending_ = false;
   bool captured_ = false;
 };

@@ -102,6 +102,18 @@ def test_adds_up_alike(codec, nwires):
         assert_same_values(on_gpu[2], on_cpu[2])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("count", COUNTS)
+def test_short_floats_are_scaled_alike(dtype, count):
+    for begin in (0, 1):  # where whole vectors can be loaded, and where they cannot
+        for factor in (4 / 3, -1.7, 0.3):
+            values = hard_values(begin + count, 0).to(dtype)[begin:]
+            on_gpu = hard_values(begin + count, 0).to(dtype).cuda()[begin:]
+            core.scale_short(values, factor)
+            core.scale_short(on_gpu, factor)
+            assert_same_values(on_gpu.float(), values.float())
+
+
 def test_misplaced_values():
     coding = core.Coding("minmax_u8")
     with pytest.raises(ValueError, match="one device"):

@@ -25,6 +25,20 @@ def test_allreduce_of_what_is_yet_to_be_computed(hvd):
             assert (values == n).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_factors_that_short_floats_do_not_have(hvd, dtype):
+    n, me = hvd.size(), hvd.rank()
+    for count in (1, 1001, 3_000_001):
+        values = torch.full((count + 1,), float(3 * (me + 1)), dtype=dtype, device="cuda")[1:]
+        spin()
+        total = hvd.allreduce(values, op=hvd.Sum, name="third", postscale_factor=1 / 3)
+        assert (total == n * (n + 1) // 2).all()
+        hvd.allreduce_(values, op=hvd.Average, name="seventh", prescale_factor=1 / 7)
+        expected = 3 * (n + 1) / 14
+        assert (values.float() / expected - 1).abs().max() < 4e-3
+        assert (values == values[0]).all()
+
+
 def test_on_another_stream(hvd):
     side = torch.cuda.Stream()
     for _ in range(20):

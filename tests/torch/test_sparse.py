@@ -57,5 +57,5 @@ def test_refusals(everyone, hvd):
 def test_different_dense_shapes_are_noticed_on_every_rank(everyone, hvd):
     tensor = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 4), (5 + everyone.me, 4))
     handle = hvd.sparse_allreduce_async(tensor, "shapes")
-    with pytest.raises(hvd.UsageError, match=r"\[\[5, 4\], \[6, 4\]\]"):
+    with pytest.raises(hvd.UsageError, match="ranks disagree on shape"):
         hvd.synchronize(handle)

@@ -18,6 +18,7 @@
 #include "codec/sign1.h"
 #include "codec/singles.h"
 #include "codec/warp_topk.h"
+#include "kernel/reduce.h"
 
 namespace bagua {
 namespace {
@@ -252,6 +253,26 @@ TEST(WarpTopK, KeepsTheSameBlocks) {
   topk_like_a_cpu<KeptBlocks<MinMaxU8>>("minmax_u8");
   topk_like_a_cpu<KeptBlocks<MinMaxU4>>("minmax_u4");
   topk_like_a_cpu<KeptBlocks<Fp8E4M3>>("fp8_e4m3");
+}
+
+// A thread's part of gpu_scale, and what the host does.
+template <class S>
+void expect_scaled_alike(DType dtype) {
+  std::vector<typename S::Wire> all(1 << 16);
+  for (const double factor : {4.0 / 3, -1.7, 1e-3, 700.0, 0.0}) {
+    for (size_t i = 0; i < all.size(); ++i) all[i].bits = static_cast<uint16_t>(i);
+    scale(dtype, all.data(), static_cast<int64_t>(all.size()), factor);
+    for (size_t i = 0; i < all.size(); ++i) {
+      const auto mine = scaled<S>({static_cast<uint16_t>(i)}, static_cast<float>(factor));
+      if (std::isnan(to_float(mine)) && std::isnan(to_float(all[i]))) continue;
+      ASSERT_EQ(mine.bits, all[i].bits) << i << " x " << factor;
+    }
+  }
+}
+
+TEST(Warp, ShortFloatsAreScaledAlike) {
+  expect_scaled_alike<Half>(DType::kF16);
+  expect_scaled_alike<BrainHalf>(DType::kBF16);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // NCCL's functions, done by threads: what is given to a stream of a pretended device waits there
-// for the other ranks. Communicators prepare for a while, after each group, too, and floats are all
-// that they reduce.
+// for the other ranks. Communicators prepare for a while, after each group, too. They reduce
+// floats, of 32 and 16 bits; those of 16 they round whenever they add.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,14 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "common/clock.h"
 #include "device/nccl_library.h"
 #include "device/pretend.h"
+#include "kernel/half.h"
 
 namespace bagua {
 
@@ -31,6 +34,7 @@ struct FakeNcclWorld {
   const int size;
   std::mutex mutex;
   std::condition_variable changed;
+  int begun = 0;
   std::map<int64_t, Round> rounds;
   std::map<std::pair<int, int>, std::deque<std::vector<char>>> letters;  // by from and to
 };
@@ -43,8 +47,10 @@ struct bagua::NcclCommunicator {
   std::shared_ptr<bagua::FakeNcclWorld> world;
   int rank;
   int64_t round = 0;
+  void* stream = nullptr;  // the last that was used
   int looks_until_ready = 5;
   bool aborted = false;        // under the world's mutex
+  bool broken = false;         // and says so, a while after it has begun
   std::vector<float> factors;  // of operations made with one
 };
 
@@ -65,8 +71,11 @@ class FakeNccl {
       };
       l.init_rank_config = init;
       l.get_async_error = [](Comm comm, NcclResult* state) {
-        const bool ready = comm->looks_until_ready == 0 || --comm->looks_until_ready == 0;
+        const bool looked = comm->looks_until_ready == 0 || --comm->looks_until_ready == 0;
+        std::lock_guard<std::mutex> lock(comm->world->mutex);
+        const bool ready = looked && (comm->broken || comm->world->begun == comm->world->size);
         *state = ready ? NcclResult::kSuccess : NcclResult::kInProgress;
+        if (ready && comm->broken) *state = NcclResult::kSystemError;
         return NcclResult::kSuccess;
       };
       l.finalize = [](Comm comm) {
@@ -74,12 +83,12 @@ class FakeNccl {
         ++finalized_;
         return NcclResult::kInProgress;
       };
-      l.abort = [](Comm comm) {
-        std::lock_guard<std::mutex> lock(comm->world->mutex);
-        comm->aborted = true;
-        comm->world->changed.notify_all();
+      l.destroy = [](Comm) {
+        ++destroyed_;
+        while (held_) std::this_thread::yield();
         return NcclResult::kSuccess;
       };
+      l.abort = abort;
       l.group_start = [] {
         ++depth_;
         return NcclResult::kSuccess;
@@ -98,10 +107,8 @@ class FakeNccl {
       l.reduce_scatter = reduce_scatter;
       l.send = send;
       l.recv = recv;
-      l.create_scaled_sum = [](NcclOp* op, void* scalar, NcclType, int, Comm comm) {
-        float factor;
-        std::memcpy(&factor, scalar, sizeof factor);
-        comm->factors.push_back(factor);
+      l.create_scaled_sum = [](NcclOp* op, void* scalar, NcclType type, int, Comm comm) {
+        comm->factors.push_back(load(type, static_cast<const char*>(scalar), 0));
         *op = static_cast<NcclOp>(5 + comm->factors.size() - 1);
         return NcclResult::kSuccess;
       };
@@ -112,10 +119,28 @@ class FakeNccl {
   }
   static int calls() { return calls_; }
   static int finalized() { return finalized_; }
+  static int destroyed() { return destroyed_; }
+  // Whether communicators take their time to be destroyed, as if the device were busy.
+  static void hold_destroyed(bool held) { held_ = held; }
   // Of this thread: groups that have begun and not ended.
   static int depth() { return depth_; }
+  // From now on an abort returns when so many have begun, of communicators that use a stream, as if
+  // each waited for kernels of the others. True if that has always been so.
+  static void abort_together(int count) {
+    std::lock_guard<std::mutex> lock(aborting_mutex_);
+    aborting_.clear();
+    together_ = count;
+  }
+  static bool aborted_together() { return !lonely_; }
+  // On this rank, or on none, a communicator does not come about, and says so at once, when asked,
+  // or never. Those of the others wait for it until they are aborted.
+  enum class Says { kAtOnce, kLater, kNever };
+  static void break_on(int rank, Says says = Says::kAtOnce) {
+    broken_ = rank;
+    says_ = says;
+  }
   // The next call that moves something fails.
-  static void fail_next() { fails_ = true; }
+  static void fail_next(NcclResult how = NcclResult::kRemoteError) { fails_ = how; }
 
  private:
   using Comm = NcclLibrary::Comm;
@@ -125,7 +150,8 @@ class FakeNccl {
   // What is given to a communicator must be in a group here, and not while it still prepares.
   static NcclResult enter(Comm comm) {
     if (depth_ == 0 || comm->looks_until_ready > 0) return kInvalidUsage;
-    if (fails_.exchange(false)) return NcclResult::kRemoteError;
+    const NcclResult failure = fails_.exchange(NcclResult::kSuccess);
+    if (failure != NcclResult::kSuccess) return failure;
     in_group_.push_back(comm);
     return NcclResult::kSuccess;
   }
@@ -143,13 +169,35 @@ class FakeNccl {
     static auto& all = *new std::vector<std::unique_ptr<NcclCommunicator>>;
     all.push_back(std::make_unique<NcclCommunicator>(world, rank));
     *comm = all.back().get();
+    (*comm)->broken = rank == broken_ && says_ != Says::kNever;
+    if (rank == broken_ && says_ == Says::kAtOnce) return NcclResult::kSystemError;
+    std::lock_guard<std::mutex> world_lock(world->mutex);
+    if (rank != broken_) ++world->begun;
     return NcclResult::kInProgress;
   }
 
+  static NcclResult abort(Comm comm) {
+    {
+      std::lock_guard<std::mutex> lock(comm->world->mutex);
+      comm->aborted = true;
+      comm->world->changed.notify_all();
+    }
+    auto all_begun = [comm, begins = true]() mutable {
+      std::lock_guard<std::mutex> lock(aborting_mutex_);
+      aborting_[comm->stream] += std::exchange(begins, false);
+      return aborting_[comm->stream] >= together_;
+    };
+    const double late_s = now_s() + 5;
+    bool together = all_begun();
+    for (; !together && now_s() < late_s; together = all_begun()) std::this_thread::yield();
+    if (!together) lonely_ = true;
+    return NcclResult::kSuccess;
+  }
+
   static size_t nbytes_of(NcclType type) {
-    return type == NcclType::kU8 || type == NcclType::kI8     ? 1
-           : type == NcclType::kI64 || type == NcclType::kF64 ? 8
-                                                              : 4;
+    if (type == NcclType::kU8 || type == NcclType::kI8) return 1;
+    if (type == NcclType::kF16 || type == NcclType::kBF16) return 2;
+    return type == NcclType::kI64 || type == NcclType::kF64 ? 8 : 4;
   }
   static void on(void* stream, std::function<void()> work) {
     static PretendDevice device(0);
@@ -165,6 +213,7 @@ class FakeNccl {
     if (const NcclResult refused = enter(comm); refused != NcclResult::kSuccess) return refused;
     const auto world = comm->world;
     const int rank = comm->rank;
+    comm->stream = stream;
     on(stream, [=] {
       std::unique_lock<std::mutex> lock(world->mutex);
       if (comm->aborted) return;
@@ -181,42 +230,62 @@ class FakeNccl {
     return NcclResult::kSuccess;
   }
 
+  static bool reduces(NcclType type) {
+    return type == NcclType::kF32 || type == NcclType::kF16 || type == NcclType::kBF16;
+  }
+  static float load(NcclType type, const char* from, size_t i) {
+    if (type == NcclType::kF16) return to_float(reinterpret_cast<const F16*>(from)[i]);
+    if (type == NcclType::kBF16) return to_float(reinterpret_cast<const BF16*>(from)[i]);
+    return reinterpret_cast<const float*>(from)[i];
+  }
+  static float rounded(NcclType type, float x) {
+    if (type == NcclType::kF16) return to_float(to_f16(x));
+    return type == NcclType::kBF16 ? to_float(to_bf16(x)) : x;
+  }
+  static void store(NcclType type, char* to, size_t i, float x) {
+    if (type == NcclType::kF16) reinterpret_cast<F16*>(to)[i] = to_f16(x);
+    if (type == NcclType::kBF16) reinterpret_cast<BF16*>(to)[i] = to_bf16(x);
+    if (type == NcclType::kF32) reinterpret_cast<float*>(to)[i] = x;
+  }
+
   // Makes the reduction of count values.
-  static auto reducing(size_t count, NcclOp op, Comm comm) {
+  static auto reducing(size_t count, NcclType type, NcclOp op, Comm comm) {
     const int number = static_cast<int>(op);
-    const float factor = number >= 5 ? comm->factors[static_cast<size_t>(number - 5)] : 1.0f;
     const auto size = static_cast<float>(comm->world->size);
+    float factor = number >= 5 ? comm->factors[static_cast<size_t>(number - 5)] : 1.0f;
+    if (op == NcclOp::kAverage && type != NcclType::kF32) factor = rounded(type, 1 / size);
     return [=](const std::vector<const char*>& ins, std::vector<char>& result) {
-      result.resize(count * 4);
-      auto* sum = reinterpret_cast<float*>(result.data());
+      result.resize(count * nbytes_of(type));
+      const bool divides = op == NcclOp::kAverage && type == NcclType::kF32;  // at the end
       for (size_t i = 0; i < count; ++i) {
         float x = op == NcclOp::kMax ? -1e30f : 0.0f;
         for (const char* one : ins) {
-          const float theirs = reinterpret_cast<const float*>(one)[i];
-          x = op == NcclOp::kMax ? std::max(x, theirs) : x + theirs * factor;
+          const float theirs = rounded(type, load(type, one, i) * factor);
+          x = op == NcclOp::kMax ? std::max(x, theirs) : rounded(type, x + theirs);
         }
-        sum[i] = op == NcclOp::kAverage ? x / size : x;
+        store(type, result.data(), i, divides ? x / size : x);
       }
     };
   }
 
   static NcclResult all_reduce(const void* in, void* out, size_t count, NcclType type, NcclOp op,
                                Comm comm, void* stream) {
-    if (type != NcclType::kF32) return kInvalidArgument;
-    return give(in, out, 0, count * 4, comm, stream, reducing(count, op, comm));
+    if (!reduces(type)) return kInvalidArgument;
+    return give(in, out, 0, count * nbytes_of(type), comm, stream, reducing(count, type, op, comm));
   }
   static NcclResult reduce(const void* in, void* out, size_t count, NcclType type, NcclOp op,
                            int root, Comm comm, void* stream) {
-    if (type != NcclType::kF32) return kInvalidArgument;
-    const size_t taken = root == comm->rank ? count * 4 : 0;
-    return give(in, out, 0, taken, comm, stream, reducing(count, op, comm));
+    if (!reduces(type)) return kInvalidArgument;
+    const size_t taken = root == comm->rank ? count * nbytes_of(type) : 0;
+    return give(in, out, 0, taken, comm, stream, reducing(count, type, op, comm));
   }
   static NcclResult reduce_scatter(const void* in, void* out, size_t count, NcclType type,
                                    NcclOp op, Comm comm, void* stream) {
-    if (type != NcclType::kF32) return kInvalidArgument;
+    if (!reduces(type)) return kInvalidArgument;
     const auto all = count * static_cast<size_t>(comm->world->size);
-    return give(in, out, static_cast<size_t>(comm->rank) * count * 4, count * 4, comm, stream,
-                reducing(all, op, comm));
+    const size_t nbytes = count * nbytes_of(type);
+    return give(in, out, static_cast<size_t>(comm->rank) * nbytes, nbytes, comm, stream,
+                reducing(all, type, op, comm));
   }
   static NcclResult broadcast(const void* in, void* out, size_t count, NcclType type, int root,
                               Comm comm, void* stream) {
@@ -266,8 +335,13 @@ class FakeNccl {
     return NcclResult::kSuccess;
   }
 
-  static inline std::atomic<int> calls_{0}, finalized_{0};
-  static inline std::atomic<bool> fails_{false};
+  static inline std::atomic<int> calls_{0}, finalized_{0}, destroyed_{0}, together_{0};
+  static inline std::mutex aborting_mutex_;
+  static inline std::map<void*, int> aborting_;  // by stream; aborting_mutex_
+  static inline std::atomic<NcclResult> fails_{NcclResult::kSuccess};
+  static inline std::atomic<bool> lonely_{false}, held_{false};
+  static inline std::atomic<Says> says_{Says::kAtOnce};
+  static inline std::atomic<int> broken_{-1};
   static inline thread_local int depth_ = 0;
   static inline thread_local std::vector<Comm> in_group_;
 };

@@ -7,6 +7,7 @@
 
 #include "engine/bucket.h"
 #include "engine/program.h"
+#include "kernel/half.h"
 
 namespace bagua {
 namespace {
@@ -161,6 +162,59 @@ TEST(Captured, EndsWithTheProcess) {
     });
   }
   EXPECT_EQ(FakeNccl::finalized(), before);
+}
+
+// Two pieces of work of the stream's: NCCL's sum, and what its factor could not do.
+TEST(Captured, AveragesShortFloats) {
+  GpuWorld world(3);
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
+    std::vector<BF16> values(1000);
+    float in = 0, out = 0;
+    const auto give = [&] {
+      gpu.device.run(gpu.stream, [&] {
+        for (BF16& x : values) x = to_bf16(in);
+      });
+      RequestPtr request = request_of(OpKind::kAllreduce, "short");
+      request->description.op = ReduceOp::kAverage;
+      request->description.add_tensor(DType::kBF16, {1000});
+      request->parts.push_back(
+          {reinterpret_cast<char*>(values.data()), reinterpret_cast<char*>(values.data())});
+      const auto handle = gpu.submit(engine, request);
+      finish(engine, handle);
+      handle->make_follow(gpu.stream);
+      gpu.device.run(gpu.stream, [&] { out = to_float(values[999]); });
+    };
+    give();
+    gpu.device.drain(gpu.stream);
+    const Graph graph = capture(gpu, give);
+    for (const float value : {3.0f, 48.0f}) {
+      in = value * static_cast<float>(rank);
+      gpu.device.replay(gpu.stream, graph);
+      gpu.device.drain(gpu.stream);
+      EXPECT_EQ(out, value);
+    }
+  });
+}
+
+// One that is not captured has been seen to before, and goes on with its own work.
+TEST(Captured, DrawsNoOtherStreamIn) {
+  GpuWorld world(1);
+  world.run([&](int, Gpu& gpu, Engine&) {
+    Bucket bucket(world.ranks.engines[0], "b", DType::kF32, {10}, {}, 0, 0, 0, &gpu.device,
+                  [&](size_t nbytes) { return gpu.device.allocate(nbytes); });
+    Program along(gpu.device), other(gpu.device);
+    const auto is_captured = [&](Program& program) {
+      return gpu.device.captured(gpu.device.mark(program.stream));
+    };
+    capture(gpu, [&] {
+      gpu.device.follow(along.stream, gpu.device.mark(gpu.stream));
+      for (Program* program : {&along, &other}) bucket.came_by(program->stream);
+      bucket.meet(gpu.stream);
+      bucket.part(gpu.device.mark(gpu.stream));
+      EXPECT_TRUE(is_captured(along));
+      EXPECT_FALSE(is_captured(other));
+    });
+  });
 }
 
 // What is captured does not travel with what is not.

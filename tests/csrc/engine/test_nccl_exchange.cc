@@ -10,6 +10,8 @@
 #include "common/clock.h"
 #include "engine/bucket.h"
 #include "engine/program.h"
+#include "engine/short_factor.h"
+#include "kernel/half.h"
 
 namespace bagua {
 namespace {
@@ -283,18 +285,211 @@ TEST(NcclExchange, OfSomeRanksAndOfOne) {
   EXPECT_EQ(FakeNccl::finalized() - before, 3) << "all communicators have come to their end";
 }
 
-// The sum is formed in floats, and rounded once: not so by NCCL, where the factor is no power of
-// two.
-TEST(NcclExchange, ShortFloatsAreScaledExactly) {
-  for (const int n : {2, 3}) {
-    EXPECT_EQ(NcclGroup::can_scale(DType::kBF16, {ReduceOp::kAverage, 1}, n), n == 2);
-    EXPECT_EQ(NcclGroup::can_scale(DType::kF16, {ReduceOp::kAverage, 1}, n), n == 2);
-    EXPECT_TRUE(NcclGroup::can_scale(DType::kF32, {ReduceOp::kAverage, 1}, n));
+// What a factor is made of is what it is, and the first part is a number of the type.
+TEST(ShortFactor, HasTwoParts) {
+  for (const double factor : {1.0, 0.25, -0.5, 1.0 / 3, -1.0 / 12, 7.0, 1e-9, 1e9, 0x1p-20, 0.0})
+    for (const DType dtype : {DType::kF16, DType::kBF16}) {
+      const ShortFactor two = short_factor(dtype, factor);
+      EXPECT_EQ(two.before * two.after, factor);
+      const auto before = static_cast<float>(two.before);
+      EXPECT_EQ(dtype == DType::kF16 ? to_float(to_f16(before)) : to_float(to_bf16(before)),
+                before);
+      EXPECT_GE(two.after, 0);
+    }
+  for (const int n : {1, 2, 4, 64})
+    EXPECT_EQ(short_factor(DType::kF16, 1.0 / n).after, 1) << "one operation, no kernel";
+  for (const int n : {3, 6, 12, 1000}) {
+    EXPECT_LE(n * short_factor(DType::kF16, 1.0 / n).before, 1) << "sums do not overflow";
+    EXPECT_GT(2 * n * short_factor(DType::kF16, 1.0 / n).before, 1);
   }
-  EXPECT_TRUE(NcclGroup::can_scale(DType::kF16, {ReduceOp::kSum, 1}, 3));
-  EXPECT_FALSE(NcclGroup::can_scale(DType::kF16, {ReduceOp::kSum, 0x1p-20}, 3));
-  EXPECT_TRUE(NcclGroup::can_scale(DType::kBF16, {ReduceOp::kSum, 0x1p-20}, 3));
-  EXPECT_FALSE(NcclGroup::can_scale(DType::kF16, {ReduceOp::kSum, 0}, 3));
+}
+
+// Two tensors of so many values, of rank r in step s: value(r, s, i), averaged; what all ranks got.
+template <class T, class To, class Value>
+std::vector<std::vector<float>> averages(int n, DType dtype, int64_t count, double postscale, To to,
+                                         Value value) {
+  std::vector<std::vector<float>> results(static_cast<size_t>(n));
+  GpuWorld world(n);
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
+    std::vector<T> values(static_cast<size_t>(count) + 1), apart(values.size());
+    for (int step = 0; step < 3; ++step) {
+      gpu.device.run(gpu.stream, [&, step] {
+        for (size_t i = 0; i < values.size(); ++i) values[i] = apart[i] = to(value(rank, step, i));
+      });
+      RequestPtr request = request_of(OpKind::kAllreduce, "short");
+      request->description.op = ReduceOp::kAverage;
+      request->description.postscale = postscale;
+      for (auto* memory : {values.data() + 1, apart.data()}) {  // one is out of line
+        request->description.add_tensor(dtype, {count});
+        request->parts.push_back(
+            {reinterpret_cast<char*>(memory), reinterpret_cast<char*>(memory)});
+      }
+      const auto handle = gpu.submit(engine, request);
+      finish(engine, handle);
+      handle->make_follow(gpu.stream);
+      gpu.device.drain(gpu.stream);
+      auto& mine = results[static_cast<size_t>(rank)];
+      for (int64_t i = 0; i < count; ++i)
+        mine.push_back(to_float(values[static_cast<size_t>(i) + 1]));
+      for (int64_t i = 0; i < count; ++i) mine.push_back(to_float(apart[static_cast<size_t>(i)]));
+    }
+  });
+  return results;
+}
+
+// Though such a type has no number for a third.
+TEST(NcclExchange, AveragesShortFloats) {
+  for (const int n : {2, 3, 6})
+    for (const bool half : {true, false})
+      for (const double postscale : {1.0, 0.7}) {
+        const int64_t count = 1001;
+        const int before = FakeNccl::calls();
+        const auto value = [half](int rank, int step, size_t i) {
+          if (i == 0) return half ? 60000.0f : 3e38f;  // the sum has no number, the average has
+          if (i % 4 == 1 && rank > 0) return 0.0f;     // sums that nothing is lost by
+          const size_t x = i * 7 + static_cast<size_t>(rank * 31 + step * 3);
+          return std::sin(static_cast<float>(x)) * 10;
+        };
+        const auto rounded = [half](double x) {
+          const auto y = static_cast<float>(x);
+          return half ? to_float(to_f16(y)) : to_float(to_bf16(y));
+        };
+        const auto results =
+            half ? averages<F16>(n, DType::kF16, count, postscale, to_f16, value)
+                 : averages<BF16>(n, DType::kBF16, count, postscale, to_bf16, value);
+        EXPECT_EQ(FakeNccl::calls() - before, 2 * 3 * n) << "all of them went that way";
+        const double ulp = half ? 0x1p-10 : 0x1p-7;
+        size_t at = 0;
+        for (int step = 0; step < 3; ++step)
+          for (const size_t shift : {1, 0})
+            for (size_t i = shift; i < count + shift; ++i, ++at) {
+              double mean = 0, size = 0;
+              for (int r = 0; r < n; ++r) {
+                mean += rounded(value(r, step, i)) * postscale / n;
+                size += std::abs(value(r, step, i) * postscale / n);
+              }
+              if (i % 4 == 1) {
+                ASSERT_EQ(results[0][at], rounded(mean)) << n << " ranks, value " << i;
+              }
+              ASSERT_NEAR(results[0][at], mean, 2 * ulp * size) << n << " ranks, value " << i;
+            }
+        for (const auto& one : results) EXPECT_EQ(one, results[0]);
+      }
+}
+
+TEST(NcclExchange, AveragesSlicesOfShortFloats) {
+  const int n = 3;
+  for (const int64_t rows : {6, 7}) {
+    GpuWorld world(n);
+    world.run([&](int rank, Gpu& gpu, Engine& engine) {
+      const int64_t share = rows / n + (rank < rows % n);
+      std::vector<BF16> values(static_cast<size_t>(rows)), slice(static_cast<size_t>(share));
+      gpu.device.run(gpu.stream, [&] {
+        for (BF16& x : values) x = to_bf16(static_cast<float>(3 * rank));
+      });
+      RequestPtr request = request_of(OpKind::kReducescatter, "scatter");
+      request->description.op = ReduceOp::kAverage;
+      request->description.add_tensor(DType::kBF16, {rows});
+      request->parts.push_back(
+          {reinterpret_cast<const char*>(values.data()), reinterpret_cast<char*>(slice.data())});
+      const auto handle = gpu.submit(engine, request);
+      finish(engine, handle);
+      handle->make_follow(gpu.stream);
+      gpu.device.drain(gpu.stream);
+      for (const BF16 x : slice) EXPECT_EQ(to_float(x), 3);
+    });
+  }
+}
+
+// Of rows that vary a little.
+RequestPtr gather_of(std::vector<float>& values, int64_t rows) {
+  RequestPtr gather = request_of(OpKind::kAllgather, "gather");
+  gather->description.add_tensor(DType::kF32, {kAnyExtent, 10});
+  gather->parts.push_back({reinterpret_cast<const char*>(values.data()), nullptr});
+  gather->rows.push_back(rows);
+  return gather;
+}
+
+// A device's own way of giving and taking memory waits for all that it does.
+TEST(NcclExchange, NoStepAllocatesOnTheDevice) {
+  GpuWorld world(2);
+  world.run([&](int, Gpu& gpu, Engine& engine) {
+    std::vector<float> values(2000);
+    int before = 0;
+    for (int step = 0; step < 30; ++step) {
+      if (step == 10) before = gpu.device.allocations();
+      gpu.compute(values, 1);
+      const auto handle = gpu.submit(engine, gather_of(values, 150 + step));
+      finish(engine, handle);
+      handle->make_follow(gpu.stream);
+      RequestPtr coded = allreduce_of("coded", values);
+      coded->description.codec = "minmax_u8";
+      gpu.exchange(engine, coded, values);
+    }
+    EXPECT_EQ(gpu.device.allocations(), before);
+  });
+}
+
+// Until the stream that has waited for it is through with it.
+TEST(NcclExchange, AResultIsNotOverwrittenWhileItIsRead) {
+  GpuWorld world(2);
+  world.run([&](int, Gpu& gpu, Engine& engine) {
+    std::vector<float> values(2000);
+    std::atomic<bool> go{false};
+    std::vector<float> seen(4000);
+    {
+      gpu.compute(values, 7);
+      const auto handle = gpu.submit(engine, gather_of(values, 200));
+      finish(engine, handle);
+      handle->make_follow(gpu.stream);
+      gpu.hold(go);
+      const char* result = handle->outputs.at(0).data.get();
+      gpu.device.run(gpu.stream,
+                     [&, result] { std::memcpy(seen.data(), result, seen.size() * 4); });
+    }
+    Program other(gpu.device);
+    std::vector<float> others(2000);
+    for (int step = 0; step < 5; ++step) {
+      other.compute(others, 1);
+      RequestPtr gather = other.on_device(gather_of(others, 200));
+      gather->description.on_device = true;
+      const auto handle = engine.submit(gather, Urgency::kNow);
+      finish(engine, handle);
+      handle->make_follow(other.stream);
+      gpu.device.drain(other.stream);
+    }
+    go = true;
+    gpu.device.drain(gpu.stream);
+    EXPECT_EQ(seen, all(seen.size(), 7));
+  });
+}
+
+// A program that makes and removes them for ever must not run out of memory, nor wait.
+TEST(NcclExchange, WhatRemovedSetsLeaveGoesInIdleTime) {
+  const int before = FakeNccl::destroyed(), finalized = FakeNccl::finalized();
+  GpuWorld world(3);
+  FakeNccl::hold_destroyed(true);
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
+    std::vector<float> values(1000);
+    const auto exchange = [&](int32_t set, float size) {
+      gpu.compute(values, 1);
+      EXPECT_EQ(gpu.exchange(engine, allreduce_of("x", values, ReduceOp::kSum, set), values),
+                all(values.size(), size));
+    };
+    for (int i = 0; i < 3; ++i) {
+      const int32_t set = add_set(engine, {0, 1});
+      if (rank < 2) exchange(set, 2);
+      remove_set(engine, set);
+    }
+    const double late_s = now_s() + kHangS;
+    while (FakeNccl::destroyed() < before + 2 && now_s() < late_s) std::this_thread::yield();
+    exchange(0, 3);  // though they are not yet gone
+  });
+  FakeNccl::hold_destroyed(false);
+  const double late_s = now_s() + kHangS;
+  while (FakeNccl::destroyed() < before + 6 && now_s() < late_s) std::this_thread::yield();
+  EXPECT_EQ(FakeNccl::destroyed(), before + 6);
+  EXPECT_EQ(FakeNccl::finalized(), finalized + 6);
 }
 
 // It may have had its first tensor on a device in the decision in which it has joined.

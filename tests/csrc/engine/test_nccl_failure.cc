@@ -2,8 +2,10 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "common/clock.h"
@@ -87,6 +89,98 @@ TEST(NcclFailure, AnErrorOfNcclLeavesNoGroupOpen) {
     EXPECT_CONTAINS(text, "a fake error");
     EXPECT_EQ(FakeNccl::depth(), 0);
   });
+}
+
+// Kernels of one communicator may be queued behind those of another.
+TEST(NcclFailure, CommunicatorsAreAbortedAtOnce) {
+  for (const bool fails : {true, false}) {
+    {
+      GpuWorld world(2);
+      FakeNccl::abort_together(2);
+      world.run([&](int rank, Gpu& gpu, Engine& engine) {
+        std::vector<float> values(1000);
+        const int32_t sets[] = {add_set(engine, {0}), add_set(engine, {1})};
+        for (const int32_t set : {0, sets[rank]}) {
+          gpu.compute(values, 1);
+          gpu.exchange(engine, allreduce_of("x", values, ReduceOp::kSum, set), values);
+        }
+        if (!fails) return;
+        FakeNccl::fail_next();
+        error_of<PeerError>([&] {
+          for (;;) call(engine, gpu.on_device(allreduce_of("x", values)));
+        });
+      });
+    }
+    EXPECT_TRUE(FakeNccl::aborted_together()) << (fails ? "after an error" : "at the end");
+    FakeNccl::abort_together(0);
+  }
+}
+
+// It calls a dead peer and a broken network by several names; alone there is nobody to blame.
+TEST(NcclFailure, WhatNcclSaysOfOthersIsAPeerError) {
+  const auto cuda_error = static_cast<NcclResult>(1);
+  for (const int n : {1, 2})
+    for (const NcclResult how : {NcclResult::kRemoteError, NcclResult::kSystemError,
+                                 NcclResult::kInternalError, cuda_error}) {
+      GpuWorld world(n);
+      FakeNccl::fail_next(how);
+      world.run([&](int, Gpu& gpu, Engine& engine) {
+        std::vector<float> values(1000);
+        ErrorKind kind = ErrorKind::kUsage;
+        std::string text;
+        try {
+          for (;;) call(engine, gpu.on_device(allreduce_of("x", values)));
+        } catch (const Error& error) {
+          kind = error.kind();
+          text = error.what();
+        }
+        EXPECT_CONTAINS(text, "NCCL_DEBUG=WARN");
+        EXPECT_CONTAINS(text, "nccl=False");
+        // Who is told of another rank's own error hears of a peer.
+        if (n == 1 || how != cuda_error) {
+          EXPECT_EQ(kind, n == 1 ? ErrorKind::kInternal : ErrorKind::kPeer);
+        } else {
+          EXPECT_EQ(text.find("network"), std::string::npos);
+        }
+      });
+    }
+}
+
+// As where NCCL finds no network on one of them: the others must not wait for it, and all go by the
+// host from then on.
+TEST(NcclFailure, WhereItDoesNotBeginOnOneRankNoneUsesIt) {
+  for (const int n : {1, 2, 3})
+    for (int broken = 0; broken < n; ++broken)
+      for (const auto says : {FakeNccl::Says::kAtOnce, FakeNccl::Says::kLater}) {
+        const int before = FakeNccl::calls();
+        FakeNccl::break_on(broken, says);
+        GpuWorld world(n);
+        world.run([&](int, Gpu& gpu, Engine& engine) {
+          std::vector<float> values(1000);
+          for (int step = 0; step < 3; ++step) {
+            gpu.compute(values, 1);
+            EXPECT_EQ(gpu.exchange(engine, allreduce_of("x", values), values),
+                      all(values.size(), static_cast<float>(n)));
+          }
+        });
+        EXPECT_EQ(FakeNccl::calls(), before) << "rank " << broken << " of " << n;
+        FakeNccl::break_on(-1);
+      }
+}
+
+TEST(NcclFailure, ADeadPeerEndsTheBeginning) {
+  FakeNccl::break_on(1, FakeNccl::Says::kNever);
+  GpuWorld world(3);
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
+    std::vector<float> values(1000);
+    const auto handle = gpu.submit(engine, allreduce_of("x", values));
+    if (rank == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));  // its engine is in the middle
+      return world.ranks.die(rank);
+    }
+    EXPECT_CONTAINS(error_of<PeerError>([&] { finish(engine, handle); }), "rank 1");
+  });
+  FakeNccl::break_on(-1);
 }
 
 TEST(NcclFailure, ABrokenDeviceIsAnErrorAndNoHang) {
