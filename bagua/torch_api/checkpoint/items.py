@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,17 +65,26 @@ def digest(value: Any) -> bytes:
 
 
 def _feed(value: Any, found: Any) -> None:
+    """Each piece begins with its type and length, so that none can be taken for another."""
     if isinstance(value, torch.Tensor):
-        found.update(repr((value.dtype, tuple(value.shape))).encode())
+        _feed_piece(value, repr((value.dtype, tuple(value.shape))).encode(), found)
         flat = value.detach().cpu().contiguous().flatten()
-        found.update(flat.view(torch.uint8).numpy().data)
+        _feed_piece(value, flat.view(torch.uint8).numpy().data, found)
     elif isinstance(value, dict):
+        _feed_piece(value, repr(len(value)).encode(), found)
         for key, item in value.items():
-            found.update(repr(key).encode())
+            _feed(key, found)
             _feed(item, found)
     elif isinstance(value, (list, tuple)):
-        found.update(repr(len(value)).encode())
+        _feed_piece(value, repr(len(value)).encode(), found)
         for item in value:
             _feed(item, found)
-    else:
-        found.update(repr(value).encode())
+    elif isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+        _feed_piece(value, repr(value).encode(), found)
+    else:  # their repr may leave something out
+        _feed_piece(value, pickle.dumps(value), found)
+
+
+def _feed_piece(value: Any, content: Any, found: Any) -> None:
+    found.update(f"{type(value).__name__} {len(content)} ".encode())
+    found.update(content)

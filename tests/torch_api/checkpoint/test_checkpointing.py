@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,6 +15,7 @@ from torch import nn
 from bagua import algorithms
 from bagua.torch import allgather_object, broadcast_object
 from bagua.torch_api.checkpoint import files
+from bagua.torch_api.checkpoint.items import digest
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
@@ -238,3 +242,52 @@ def test_folders_that_only_one_rank_sees(everyone, bagua, tmp_path):
     bagua_barrier()
     with pytest.raises(ValueError, match="give a folder all ranks see"):
         bagua.checkpoint.load_checkpoint(mine, nn.Linear(1, 1))
+
+
+DIFFERENT = [
+    [1, 12],
+    [11, 2],
+    [112],
+    (1, 12),
+    [[1], 12],
+    [[1, 12]],
+    ["1", "12"],
+    {1: 2, 3: 4},
+    {12: 34},
+    {1: {2: 3}, 4: 5},
+    {1: {2: 3, 4: 5}},
+    {"a": 1},
+    "{'a': 1}",
+    None,
+    "None",
+    0,
+    0.0,
+    False,
+    torch.zeros(2),
+    torch.zeros(1, 2),
+    torch.zeros(2, dtype=torch.float64),
+    torch.zeros(2, dtype=torch.int32),
+    np.zeros(5000),
+    np.arange(5000) == 2500,
+    np.arange(5000) == 2501,
+]
+
+
+@pytest.mark.ranks(1)
+def test_digests(bagua):
+    assert len({digest(value) for value in DIFFERENT}) == len(DIFFERENT)
+    for value in DIFFERENT:
+        assert digest(value) == digest(copy.deepcopy(value))
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("mask", [0o002, 0o022, 0o077])
+def test_files_are_for_whom_the_umask_lets(bagua, tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        files.write(tmp_path / "a", {"a": 1})
+        files.replace(tmp_path / "b", b"")
+    finally:
+        os.umask(before)
+    for path in tmp_path.iterdir():
+        assert path.stat().st_mode & 0o777 == 0o666 & ~mask
