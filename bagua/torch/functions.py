@@ -13,7 +13,7 @@ from bagua.common.process_set import ProcessSet, global_process_set
 from bagua.common.world import rank, world
 from bagua.torch import ops
 from bagua.torch.optimizer import DistributedOptimizer
-from bagua.torch.own import is_own
+from bagua.torch.own import OwnMemory, is_own
 
 __all__ = [
     "allgather_object",
@@ -49,12 +49,14 @@ def broadcast_parameters(
 ) -> None:
     """Copies the root's tensors into everyone's, in place.
 
-    `params` is `model.state_dict()` or `model.named_parameters()`. What is no tensor is left alone,
-    nor is what each rank has for its own.
+    `params` is `model.state_dict()` or `model.named_parameters()`. Left alone are what is no tensor
+    and, in both forms, experts and what else each rank has for its own. They are known by their
+    memory: copies of them, as by `clone()`, are broadcast like everything else.
     """
     if isinstance(params, torch.nn.Module):
         raise UsageError("broadcast_parameters takes model.state_dict(), not the model")
     items = params.items() if isinstance(params, Mapping) else params
+    own = OwnMemory()
     distinct: dict[Any, torch.Tensor] = {}
     for item in items:
         if not isinstance(item, tuple) or len(item) != 2:
@@ -63,7 +65,7 @@ def broadcast_parameters(
                 f"not an iterable of {type(item).__name__}"
             )
         _, tensor = item
-        if isinstance(tensor, torch.Tensor) and not is_own(tensor):
+        if isinstance(tensor, torch.Tensor) and not own.has(tensor):
             distinct.setdefault(_memory_of(tensor), tensor)
     _broadcast(list(distinct.values()), root_rank, process_set)
 

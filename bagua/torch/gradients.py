@@ -246,13 +246,21 @@ class Gradients:
                 wait()
             except BaseException as error:
                 errors.append(error)
-        found = "" if errors or self._watch is None else self._watch.agreed()
+        found = "" if errors else self._not_finite()
         self._reset()
         if errors:
             raise errors[0]
         self._exchanged = True
         self._unshared = False
         self._tell(found)
+
+    def _not_finite(self) -> str:
+        """What any rank has found, in what does not travel, too: a step is for all parameters."""
+        if self._watch is None:
+            return ""
+        own = [(self._name(param), param) for param in self._params if is_own(param)]
+        self._watch.look_at("own", own)
+        return self._watch.agreed()
 
     def _tell(self, found: str) -> None:
         """Which gradients were no numbers; the same on all ranks."""

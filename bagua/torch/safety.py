@@ -101,7 +101,10 @@ class NonFinite:
 
     def look(self, where: str, slots: Sequence[Any]) -> None:
         """At what is about to travel there."""
-        if name := first_not_finite([(slot.name, slot.param) for slot in slots]):
+        self.look_at(where, [(slot.name, slot.param) for slot in slots])
+
+    def look_at(self, where: str, named: Named) -> None:
+        if name := first_not_finite(named):
             self._mine[where] = name
 
     def forget(self) -> None:

@@ -13,6 +13,7 @@ from bagua.torch import grouped_broadcast_
 from bagua.torch.own import is_own
 from bagua.torch_api.algorithms.algorithm import AnyAlgorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
+from bagua.torch_api.own_tensors import mark_own_buffers
 from bagua.torch_api.training import Training, training_of
 from bagua.torch_api.with_bagua import with_bagua
 
@@ -80,6 +81,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _broadcast_buffers(self) -> None:
         attachments = training_of(self.module).attachments
+        mark_own_buffers(self.module)
         buffers = [buffer for buffer in self.module.buffers() if not is_own(buffer)]
         if attachments and buffers:
             process_set = attachments[0].process_set

@@ -9,24 +9,22 @@ from typing import Any, TypeVar
 import torch
 
 from bagua import algorithms
-from bagua.common.config import nearest
 from bagua.common.errors import UsageError
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
 from bagua.torch import broadcast_optimizer_state, broadcast_parameters
-from bagua.torch.own import is_own, keep_own
+from bagua.torch.own import is_own
 from bagua.torch_api.algorithms.algorithm import AnyAlgorithm, made
 from bagua.torch_api.attachment import AnyOptimizer, Attachment, attachment_of
+from bagua.torch_api.own_tensors import check_lists, mark_own
 from bagua.torch_api.process_group import from_torch_group, own_process_set
 from bagua.torch_api.training import NAME, Training
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 Optimizers = Sequence[torch.optim.Optimizer]
 Names = dict[torch.Tensor, str]
-Tensors = dict[str, torch.Tensor]
 
 _SHOWN = 5  # names in a warning
-_IGNORED = ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore")
 
 
 def with_bagua(
@@ -52,7 +50,8 @@ def with_bagua(
     process_set = own_process_set(_group(process_group))
     wanted = made(algorithm)
     _check(optimizers)
-    _keep_what_is_ignored(self)
+    check_lists(self)
+    mark_own(self)
     known = [_known(optimizer, process_set) for optimizer in optimizers]
     training = Training()
     setattr(self, NAME, training)  # attachments of before that are not among these end here
@@ -89,19 +88,6 @@ def _check(optimizers: Optimizers) -> None:
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"with_bagua takes optimizers, not {type(optimizer).__name__}")
-
-
-def _keep_what_is_ignored(model: torch.nn.Module) -> None:
-    """Scripts name what shall stay each rank's own in a list on the model."""
-    tensors: Tensors = dict(model.named_parameters(remove_duplicate=False))
-    tensors |= dict(model.named_buffers(remove_duplicate=False))
-    for attribute in _IGNORED:
-        for name in getattr(model, attribute, ()):
-            if name not in tensors:
-                raise UsageError(
-                    f"{attribute}: there is no parameter or buffer {name!r}{nearest(name, tensors)}"
-                )
-            keep_own([tensors[name]])
 
 
 def _known(optimizer: torch.optim.Optimizer, process_set: ProcessSet | None) -> Attachment | None:

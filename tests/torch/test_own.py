@@ -102,6 +102,34 @@ def test_broadcasts_leave_it_alone(everyone, hvd):
         train(everyone, optimizer, params, 1)
 
 
+@pytest.mark.parametrize("moved", [False, True], ids=["", "moved"])
+def test_a_state_dict_is_broadcast_without_it(everyone, hvd, moved):
+    """Its tensors are others than the model's, in the same memory, wherever that is by now."""
+    model = nn.ModuleList([nn.Linear(2, 2), nn.BatchNorm1d(2)])
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.fill_(everyone.me + 1)
+    keep_own([model[0].weight, model[1].running_mean])
+    if moved:
+        model[0].weight.data = model[0].weight.data.clone()
+    hvd.broadcast_parameters(model.state_dict())
+    for name, tensor in model.state_dict().items():
+        own = name in ("0.weight", "1.running_mean")
+        assert (tensor == (everyone.me + 1 if own else 1)).all(), name
+
+
+def test_memory_that_was_its_own_is_anybodys_when_it_is_gone(everyone, hvd):
+    """Whatever torch has put there since."""
+    own = torch.full((1000,), float(everyone.me))
+    keep_own([own])
+    place = own.data_ptr()
+    del own
+    others = [torch.full((1000,), float(everyone.me)) for _ in range(50)]
+    again = [other.data_ptr() == place for other in others]
+    hvd.broadcast_parameters([(str(i), other) for i, other in enumerate(others)])
+    assert all((other == 0).all() for other in others), again
+
+
 def test_replicas_are_compared_without_it(everyone, hvd):
     params = parameters(everyone)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.1))

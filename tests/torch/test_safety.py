@@ -12,6 +12,7 @@ from torch import nn
 
 from bagua.algorithms import Algorithm, LocalSGD, PerParameter, find
 from bagua.common.world import world
+from bagua.torch.own import keep_own
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -233,3 +234,31 @@ def test_a_rank_whose_gradients_are_no_numbers_keeps_its_weights(everyone, hvd, 
     optimizer.settle()
     # Every rank has stepped six times, the last one five times.
     torch.testing.assert_close(param.detach(), torch.full((10,), 1 / everyone.size - 6.0))
+
+
+@pytest.mark.parametrize("name", ["gradient_allreduce", "powersgd", "decentralized", "local_sgd"])
+def test_what_does_not_travel_is_looked_at(everyone, hvd, setting, name):
+    """Where gradients travel no rank steps, elsewhere only others do."""
+    setting(check_finite="skip")
+    params = [nn.Parameter(torch.full((n,), float(everyone.me))) for n in (12, 10, 7)]
+    keep_own([params[1]])
+    before = params[1].detach().clone()
+    sgd = torch.optim.SGD(params, lr=1.0)
+    optimizer = hvd.DistributedOptimizer(
+        sgd, [("a", params[0]), ("own", params[1]), ("b", params[2])], algorithm=name
+    )
+    last = everyone.size - 1
+    for step in range(3):
+        optimizer.zero_grad()
+        scale = torch.nan if step == 1 and everyone.me == last else 1.0
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            (params[0].sum() + scale * params[1].sum() + params[2].sum()).backward()
+            optimizer.step()
+        words = [str(each.message) for each in caught if "NaN or Inf" in str(each.message)]
+        travel = name in ("gradient_allreduce", "powersgd")
+        assert bool(words) == (step == 1 and everyone.me == (0 if travel else last))
+        assert all(f"own on rank {last}" in said.replace(" (own)", "") for said in words)
+    skips = travel or everyone.me == last
+    assert torch.equal(params[1], before - (2 if skips else 3))
+    assert all(param.isfinite().all() for param in params)

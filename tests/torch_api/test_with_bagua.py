@@ -444,6 +444,41 @@ def test_what_is_ignored_stays_each_ranks_own(everyone, bagua, allreduce, attrib
     assert model[1].bias.item() == -(everyone.size - 1) / 2
 
 
+class Smoothed(nn.Module):
+    """Its buffer is another tensor after each pass."""
+
+    def __init__(self, start) -> None:
+        super().__init__()
+        self.line = nn.Linear(1, 1)
+        self.register_buffer("ema", torch.full((1,), start))
+
+    def forward(self, inputs):
+        self.ema = 0.5 * self.ema + 0.5 * inputs.detach().mean()
+        return self.line(inputs)
+
+
+@pytest.mark.parametrize("how", ["ignored", "expert"])
+def test_own_buffers_may_be_replaced(everyone, bagua, allreduce, how):
+    model = mine = Smoothed(float(everyone.me))
+    if how == "ignored":
+        model._ddp_params_and_buffers_to_ignore = ["ema"]
+    else:
+        model = nn.Sequential(
+            nn.Linear(1, 1), bagua.model_parallel.moe.MoE(1, mine), nn.BatchNorm1d(1)
+        )
+        mine = model[1].experts.experts[0]
+        model.forward = lambda inputs: mine(inputs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ddp = bagua.data_parallel.DistributedDataParallel(
+        model, optimizers=[optimizer], algorithm=allreduce
+    )
+    for _ in range(3):
+        ddp(torch.full((2, 1), float(everyone.me)))
+        assert mine.ema.item() == everyone.me
+    model.with_bagua([optimizer], allreduce)
+    assert mine.ema.item() == everyone.me
+
+
 def test_what_cannot_be(everyone, bagua, allreduce):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -2,7 +2,7 @@
 
     latest_checkpointed_iteration.txt    the number of the last checkpoint that is whole
     iter_0000100/shared.pt               what rank 0 has, and others like it
-    iter_0000100/rank_00003.pt           what rank 3 has otherwise, or alone
+    iter_0000100/rank_00003.pt           what rank 3 has otherwise, or alone, and what it lacks
 
 Of a job that averages gradients, and has no experts, the files of ranks hold next to nothing. Where
 an algorithm lets replicas differ they hold weights and states, too: what differs is found by
@@ -24,7 +24,7 @@ import torch
 from bagua.common.errors import UsageError
 from bagua.common.objects import allgather_object, broadcast_object
 from bagua.torch_api.checkpoint import files
-from bagua.torch_api.checkpoint.items import Items, digest, items_of, take_up
+from bagua.torch_api.checkpoint.items import Items, Key, digest, items_of, take_up
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from bagua.torch_api.world import get_rank, get_world_size
 
@@ -47,27 +47,23 @@ def save_checkpoint(
         iteration: a number for this checkpoint.
         checkpoints_path: a folder that all ranks see; it is made if need be.
         optimizer: one, or a list of them.
-        lr_scheduler: or anything else that has a `state_dict()`.
+        lr_scheduler: or anything else that has a `state_dict()`; each rank's, if they differ.
     """
     folder = Path(checkpoints_path) / files.folder_name(iteration)
-    items, own = items_of(_plain(model), _listed(optimizer))
-    mine = _unlike_those_of_the_first(items, own)
+    items, own = items_of(_plain(model), _listed(optimizer), lr_scheduler)
+    mine, lacks = _unlike_the_first(items, own)
     # Equal in all files of one checkpoint, also where an earlier one of this number is replaced.
     head: files.State = {"token": broadcast_object(uuid.uuid4().hex), "ranks": get_world_size()}
-    differ = any(allgather_object(bool(set(mine) - own)))
+    experts = {key for key in own if key[0] != "kept"}
+    about = (bool(lacks or set(mine) - own), bool(experts), bool(own - experts))
+    differ, any_experts, kept = (any(each) for each in zip(*allgather_object(about)))
     with _together(f"checkpoint {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        files.write(folder / files.rank_file(get_rank()), {**head, "items": mine})
+        files.write(folder / files.rank_file(get_rank()), {**head, "items": mine, "lacks": lacks})
         if get_rank() == 0:
             shared = {key: value for key, value in items.items() if key not in own}
-            scheduled = None if lr_scheduler is None else lr_scheduler.state_dict()
-            about = {
-                "lr_scheduler": scheduled,
-                "differ": differ,
-                "experts": any(key[0] != "kept" for key in own),
-                "kept": any(key[0] == "kept" for key in own),
-            }
-            files.write(folder / files.SHARED, {**head, **about, "items": shared})
+            flags = {"differ": differ, "experts": any_experts, "kept": kept}
+            files.write(folder / files.SHARED, {**head, **flags, "items": shared})
     with _together(f"checkpoint {folder}"):
         if not (folder / files.SHARED).exists():
             raise UsageError(f"{folder} is not where rank 0 has it; give a folder all ranks see")
@@ -105,24 +101,22 @@ def load_checkpoint(
     iteration, folder = found
     with _together(f"checkpoint {folder}"):
         shared = files.read(folder / files.SHARED)
-        items = {**shared["items"], **_mine(folder, shared)}
-        if lr_scheduler is not None and shared["lr_scheduler"] is None:
-            raise UsageError(f"{folder} was saved without an lr_scheduler")
-        take_up(items, _plain(model), _listed(optimizer), strict)
-        if lr_scheduler is not None:
-            lr_scheduler.load_state_dict(shared["lr_scheduler"])
+        items = _of_this_rank(folder, shared)
+        take_up(items, _plain(model), _listed(optimizer), lr_scheduler, strict)
     return iteration
 
 
-def _unlike_those_of_the_first(items: Items, own: set[Any]) -> Items:
-    """What this rank has alone, or otherwise than rank 0."""
+def _unlike_the_first(items: Items, own: set[Key]) -> tuple[Items, list[Key]]:
+    """What this rank has alone, or otherwise than rank 0; and the keys of what only rank 0 has."""
     mine = {key: digest(value) for key, value in items.items() if key not in own}
     first = broadcast_object(mine)
-    return {key: value for key, value in items.items() if key in own or mine[key] != first.get(key)}
+    unlike = {k: value for k, value in items.items() if k in own or mine[k] != first.get(k)}
+    return unlike, [key for key in first if key not in items]
 
 
-def _mine(folder: Path, shared: files.State) -> Items:
-    """This rank's own, if the checkpoint is of as many ranks."""
+def _of_this_rank(folder: Path, shared: files.State) -> Items:
+    """Rank 0's where the checkpoint is of another number of ranks."""
+    items: Items = shared["items"]
     ranks = shared["ranks"]
     if ranks != get_world_size():
         if shared["experts"]:
@@ -136,15 +130,15 @@ def _mine(folder: Path, shared: files.State) -> Items:
                 "rank 0 had, and what the algorithm had kept begins anew",
                 stacklevel=3,
             )
-        return {}
+        return items
     own = files.read(folder / files.rank_file(get_rank()))
     if own["token"] != shared["token"]:
         raise UsageError(
             f"{folder} has files of two checkpoints, since a save over an earlier one with the "
             f"same number was interrupted; write the number of another one into {files.TRACKER}"
         )
-    items: Items = own["items"]
-    return items
+    items = {key: value for key, value in items.items() if key not in own["lacks"]}
+    return {**items, **own["items"]}
 
 
 def _plain(model: torch.nn.Module) -> torch.nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,14 @@ def replace(path: Path, content: bytes) -> None:
 @contextlib.contextmanager
 def _atomic(path: Path) -> Iterator[Any]:
     """A file that has its name only when all of it is on the disk."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    name = path.parent / f".{path.name}.{uuid.uuid4().hex}"
+    # Unlike one of tempfile, for whoever the umask lets read it.
+    descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     try:
         with open(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,20 +11,30 @@ import torch
 
 from bagua.common.errors import UsageError
 from bagua.torch.kept import KEY
-from bagua.torch.own import is_own
+from bagua.torch_api.model_parallel.moe.experts import is_moe_param
+from bagua.torch_api.own_tensors import mark_own
 
 # ("weight", name), ("state", number of the optimizer, index of the parameter),
-# ("groups", number of the optimizer) and ("kept", number of the optimizer).
+# ("groups", number of the optimizer), ("kept", number of the optimizer) and SCHEDULER.
 Key = tuple[Any, ...]
 Items = dict[Key, Any]
 Optimizers = Sequence[torch.optim.Optimizer]
 
+SCHEDULER: Key = ("lr_scheduler",)
 
-def items_of(model: torch.nn.Module, optimizers: Optimizers) -> tuple[Items, set[Key]]:
-    """Everything there is, and the keys of what no other rank has a replica of."""
+
+def items_of(
+    model: torch.nn.Module, optimizers: Optimizers, lr_scheduler: Any
+) -> tuple[Items, set[Key]]:
+    """Everything there is, and the keys of what no other rank has anything like.
+
+    Those are experts and what algorithms keep. What is each rank's own since a list says so, others
+    could begin with.
+    """
+    mark_own(model)
     named: list[tuple[str, torch.Tensor]] = [*model.named_parameters(remove_duplicate=False)]
     named += model.named_buffers(remove_duplicate=False)
-    own: set[Key] = {("weight", name) for name, tensor in named if is_own(tensor)}
+    own: set[Key] = {("weight", name) for name, tensor in named if is_moe_param(tensor)}
     items: Items = {("weight", name): value for name, value in model.state_dict().items()}
     for number, optimizer in enumerate(optimizers):
         state = dict(optimizer.state_dict())
@@ -35,12 +46,22 @@ def items_of(model: torch.nn.Module, optimizers: Optimizers) -> tuple[Items, set
             items["kept", number] = kept
             own.add(("kept", number))
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        own |= {("state", number, index) for index, param in enumerate(params) if is_own(param)}
+        own |= {("state", number, index) for index, param in enumerate(params) if is_moe_param(param)}
+    if lr_scheduler is not None:
+        items[SCHEDULER] = lr_scheduler.state_dict()
     return items, own & set(items)
 
 
-def take_up(items: Items, model: torch.nn.Module, optimizers: Optimizers, strict: bool) -> None:
+def take_up(
+    items: Items,
+    model: torch.nn.Module,
+    optimizers: Optimizers,
+    lr_scheduler: Any,
+    strict: bool,
+) -> None:
     """The reverse."""
+    if lr_scheduler is not None and SCHEDULER not in items:
+        raise UsageError("the checkpoint was saved without an lr_scheduler")
     saved = sum(key[0] == "groups" for key in items)
     if optimizers and len(optimizers) != saved:
         raise UsageError(f"the checkpoint has {saved} optimizers, here are {len(optimizers)}")
@@ -54,6 +75,8 @@ def take_up(items: Items, model: torch.nn.Module, optimizers: Optimizers, strict
         if ("kept", number) in items:
             state[KEY] = items["kept", number]
         optimizer.load_state_dict(state)
+    if lr_scheduler is not None:
+        lr_scheduler.load_state_dict(items[SCHEDULER])
 
 
 def digest(value: Any) -> bytes:
@@ -64,17 +87,26 @@ def digest(value: Any) -> bytes:
 
 
 def _feed(value: Any, found: Any) -> None:
+    """Each piece begins with its type and length, so that none can be taken for another."""
     if isinstance(value, torch.Tensor):
-        found.update(repr((value.dtype, tuple(value.shape))).encode())
+        _feed_piece(value, repr((value.dtype, tuple(value.shape))).encode(), found)
         flat = value.detach().cpu().contiguous().flatten()
-        found.update(flat.view(torch.uint8).numpy().data)
+        _feed_piece(value, flat.view(torch.uint8).numpy().data, found)
     elif isinstance(value, dict):
+        _feed_piece(value, repr(len(value)).encode(), found)
         for key, item in value.items():
-            found.update(repr(key).encode())
+            _feed(key, found)
             _feed(item, found)
     elif isinstance(value, (list, tuple)):
-        found.update(repr(len(value)).encode())
+        _feed_piece(value, repr(len(value)).encode(), found)
         for item in value:
             _feed(item, found)
-    else:
-        found.update(repr(value).encode())
+    elif isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+        _feed_piece(value, repr(value).encode(), found)
+    else:  # their repr may leave something out
+        _feed_piece(value, pickle.dumps(value), found)
+
+
+def _feed_piece(value: Any, content: Any, found: Any) -> None:
+    found.update(f"{type(value).__name__} {len(content)} ".encode())
+    found.update(content)

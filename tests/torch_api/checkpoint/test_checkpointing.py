@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,6 +15,7 @@ from torch import nn
 from bagua import algorithms
 from bagua.torch import allgather_object, broadcast_object
 from bagua.torch_api.checkpoint import files
+from bagua.torch_api.checkpoint.items import digest
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
@@ -229,6 +233,72 @@ def test_what_cannot_be_loaded(everyone, bagua, folder):
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("has", ["the first", "the last"])
+def test_what_some_ranks_do_not_have(everyone, bagua, folder, has):
+    """As after a step that a rank has not taken."""
+    who = 0 if has == "the first" else everyone.size - 1
+
+    def fresh():
+        model = nn.Linear(2, 1)
+        return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+    model, optimizer = fresh()
+    if everyone.me == who:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2) if everyone.me == who else None
+    bagua.checkpoint.save_checkpoint(1, folder, model, optimizer, scheduler)
+    again, theirs = fresh()
+    assert bagua.checkpoint.load_checkpoint(folder, again, theirs) == 1
+    assert len(theirs.state) == (2 if everyone.me == who else 0)
+    assert torch.equal(again.weight, model.weight)
+    found = keys_of(folder / "iter_0000001" / f"rank_{everyone.me:05d}.pt")
+    assert (("lr_scheduler",) in found) == (everyone.me == who != 0)
+
+
+def test_schedulers_that_have_seen_other_losses(everyone, bagua, folder):
+    def fresh():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+        return model, optimizer, scheduler
+
+    first = fresh()
+    for loss in (3.0, 2.0, 1.0):
+        first[2].step(5.0 if everyone.me else loss)
+    bagua.checkpoint.save_checkpoint(1, folder, *first)
+    again = fresh()
+    bagua.checkpoint.load_checkpoint(folder, *again)
+    assert again[2].state_dict() == first[2].state_dict()
+    assert again[2].best == (5.0 if everyone.me else 1.0)
+    assert again[1].param_groups[0]["lr"] == first[1].param_groups[0]["lr"]
+
+
+def test_what_is_ignored_is_no_expert(everyone, bagua, folder):
+    """Each rank's own with as many ranks; with others, all can begin with the first's."""
+
+    def fresh(start):
+        model = nn.BatchNorm1d(2)
+        nn.init.constant_(model.weight, start)
+        nn.init.constant_(model.running_mean, start)
+        model._ddp_params_and_buffers_to_ignore = ["running_mean", "weight"]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model.with_bagua([optimizer], "gradient_allreduce"), optimizer
+
+    bagua.checkpoint.save_checkpoint(2, folder, *fresh(float(everyone.me)))
+    model, optimizer = fresh(9.0)
+    bagua.checkpoint.load_checkpoint(folder, model, optimizer)
+    assert model.running_mean.tolist() == model.weight.tolist() == [everyone.me] * 2
+    rewritten(everyone, folder / "iter_0000002" / "shared.pt", ranks=7)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        bagua.checkpoint.load_checkpoint(folder, model, optimizer)
+    assert model.running_mean.tolist() == model.weight.tolist() == [0, 0]
+    told = [each for each in caught if "all begin with what rank 0 had" in str(each.message)]
+    assert len(told) == (everyone.me == 0 and everyone.size > 1)
+
+
+@pytest.mark.ranks(2, 3)
 def test_folders_that_only_one_rank_sees(everyone, bagua, tmp_path):
     mine = tmp_path / str(everyone.me)
     with pytest.raises(ValueError, match="give a folder all ranks see"):
@@ -238,3 +308,52 @@ def test_folders_that_only_one_rank_sees(everyone, bagua, tmp_path):
     bagua_barrier()
     with pytest.raises(ValueError, match="give a folder all ranks see"):
         bagua.checkpoint.load_checkpoint(mine, nn.Linear(1, 1))
+
+
+DIFFERENT = [
+    [1, 12],
+    [11, 2],
+    [112],
+    (1, 12),
+    [[1], 12],
+    [[1, 12]],
+    ["1", "12"],
+    {1: 2, 3: 4},
+    {12: 34},
+    {1: {2: 3}, 4: 5},
+    {1: {2: 3, 4: 5}},
+    {"a": 1},
+    "{'a': 1}",
+    None,
+    "None",
+    0,
+    0.0,
+    False,
+    torch.zeros(2),
+    torch.zeros(1, 2),
+    torch.zeros(2, dtype=torch.float64),
+    torch.zeros(2, dtype=torch.int32),
+    np.zeros(5000),
+    np.arange(5000) == 2500,
+    np.arange(5000) == 2501,
+]
+
+
+@pytest.mark.ranks(1)
+def test_digests(bagua):
+    assert len({digest(value) for value in DIFFERENT}) == len(DIFFERENT)
+    for value in DIFFERENT:
+        assert digest(value) == digest(copy.deepcopy(value))
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("mask", [0o002, 0o022, 0o077])
+def test_files_are_for_whom_the_umask_lets(bagua, tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        files.write(tmp_path / "a", {"a": 1})
+        files.replace(tmp_path / "b", b"")
+    finally:
+        os.umask(before)
+    for path in tmp_path.iterdir():
+        assert path.stat().st_mode & 0o777 == 0o666 & ~mask

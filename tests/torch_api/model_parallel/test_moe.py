@@ -224,6 +224,22 @@ def test_rows_that_do_not_count(bagua):
         routed(bagua, logits[:2], used)
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_rows_that_do_not_count_may_be_anything(everyone, bagua, k):
+    layer = built(bagua, everyone, 2, k=k).layer
+    rows = inputs_of(everyone.me, 0, 2).view(6, WIDTH)
+    used = torch.tensor([True, False, True, True, False, True])
+    results = []
+    for filler in (0.0, torch.nan, torch.inf):
+        layer.zero_grad()
+        padded = rows.masked_fill(~used.unsqueeze(1), filler).requires_grad_()
+        out, loss, _ = layer(padded, used)
+        (out.square().sum() + loss).backward()
+        results.append([out, loss, padded.grad, *(param.grad for param in layer.parameters())])
+    for one, *others in zip(*results):
+        assert all(torch.equal(one, other) for other in others)
+
+
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("k", [1, 2])
 def test_capacity(bagua, k):
@@ -271,6 +287,8 @@ def test_what_cannot_be(bagua):
         ({"num_local_experts": 1, "k": 2}, "k=2 of 1 experts"),
         ({"num_local_experts": 0}, "at least 1, not 0"),
         ({"capacity_factor": 0}, "capacity_factor is above 0, not 0"),
+        ({"min_capacity": -5}, "min_capacity is a number of rows, 0 or more, not -5"),
+        ({"min_capacity": 1.5}, "min_capacity is a number of rows, 0 or more, not 1.5"),
         ({"noisy_gate_policy": "rsample"}, "did you mean 'RSample'"),
     ):
         with pytest.raises(ValueError, match=message):

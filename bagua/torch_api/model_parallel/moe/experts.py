@@ -25,10 +25,10 @@ class Experts(torch.nn.Module):
         return torch.stack([expert(part) for expert, part in zip(self.experts, rows.unbind(0))])
 
     def mark(self) -> None:
-        for param in self.parameters():
-            param.expert = True  # type: ignore[attr-defined]
-        keep_own(self.parameters())
-        keep_own(self.buffers())
+        tensors = [*self.parameters(), *self.buffers()]
+        for tensor in tensors:
+            tensor.expert = True  # type: ignore[attr-defined]
+        keep_own(tensors)
 
     # Copying, loading a saved model and moving it to a device make other tensors, too.
 

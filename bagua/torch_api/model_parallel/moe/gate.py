@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 
@@ -66,6 +67,8 @@ class TopKGate(torch.nn.Module):
         ):
             if not factor > 0:
                 raise UsageError(f"{name} is above 0, not {factor}")
+        if not isinstance(min_capacity, Integral) or min_capacity < 0:
+            raise UsageError(f"min_capacity is a number of rows, 0 or more, not {min_capacity}")
         if noisy_gate_policy is not None and noisy_gate_policy not in _NOISES:
             raise UsageError(
                 f"noisy_gate_policy={noisy_gate_policy!r} is not known"
@@ -81,16 +84,17 @@ class TopKGate(torch.nn.Module):
 
     def forward(self, rows: torch.Tensor, used: torch.Tensor | None = None) -> Routing:
         """`used` says which rows count, as of a padded batch; the others go nowhere."""
+        kept = rows.new_ones(len(rows), dtype=torch.bool) if used is None else used.bool().flatten()
+        if len(kept) != len(rows):
+            raise UsageError(f"used_token is of {len(kept)} rows, there are {len(rows)}")
         noise = self.noisy_gate_policy if self.training else None
         with torch.autocast(rows.device.type, enabled=False):
-            seen = rows.float()
+            # What pads may be anything, and 0 * NaN is NaN.
+            seen = rows.float().masked_fill(~kept.unsqueeze(1), 0)
             if noise == "Jitter":
                 seen = seen * torch.empty_like(seen).uniform_(1 - _JITTER, 1 + _JITTER)
             logits = torch.nn.functional.linear(seen, self.wg.weight.float())
         probabilities = logits.softmax(1)
-        kept = rows.new_ones(len(rows), dtype=torch.bool) if used is None else used.bool().flatten()
-        if len(kept) != len(rows):
-            raise UsageError(f"used_token is of {len(kept)} rows, there are {len(rows)}")
         chosen = self._choices(logits, drawn=noise == "RSample")
         return self._routing(probabilities, chosen, kept)
 
