@@ -112,6 +112,29 @@ def test_in_workers(everyone, bagua, backend, slow, start):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("start", "buffer"),
+    [("fork", {}), ("fork", {"writer_buffer_size": 20}), ("spawn", {"writer_buffer_size": 20})],
+)
+def test_workers_that_end_leave_what_they_made(bagua, backend, slow, start, buffer):
+    """Five samples each, fewer than are written together."""
+    cached = CachedDataset(slow, dataset_name="slow", **buffer, **backend)
+    for _ in range(2):
+        loader = DataLoader(cached, collate_fn=first, num_workers=2, multiprocessing_context=start)
+        check(loader)
+        assert slow.made() == 10
+    assert cached.cache_loader.num_keys() == 10
+
+
+@pytest.mark.ranks(1)
+def test_a_cache_that_is_dropped_leaves_what_was_made(bagua, tmp_path):
+    cache = CacheLoader("files", "dropped", 20, folder=tmp_path)
+    cache.get(1, str)
+    del cache
+    assert CacheLoader("files", "dropped", folder=tmp_path).get(1, None) == "1"
+
+
+@pytest.mark.ranks(1)
 def test_names_are_apart(bagua, backend):
     if backend["backend"] == "redis":
         server = RedisServer(2**24)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
+from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
 from bagua.common.config import nearest
@@ -35,7 +36,8 @@ class CacheLoader:
     Args:
         backend: `"redis"`, whose arguments are those of `RedisStore`, or `"files"`, of `FileStore`.
         dataset_name: values of one name are apart from those of another.
-        writer_buffer_size: so many values are written together; until then others load them again.
+        writer_buffer_size: so many values are written together, or fewer when a process ends, as a
+            worker of a `DataLoader` does after each epoch; until then others load them again.
 
     >>> import tempfile
     >>> cache = CacheLoader("files", folder=tempfile.mkdtemp())
@@ -62,6 +64,11 @@ class CacheLoader:
         self.writer_buffer_size = writer_buffer_size
         self.store = STORES[backend](dataset_name, **kwargs)
         self._unwritten: dict[str, bytes] = {}
+        self._at_end: Finalize | None = None  # of the process that has loaded something last
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For workers that are spawned."""
+        return {**vars(self), "_unwritten": {}, "_at_end": None}
 
     def get(self, key: Any, load_fn: Callable[[Any], Any]) -> Any:
         """The value of a key, by `load_fn(key)` where it is not in the store."""
@@ -75,15 +82,23 @@ class CacheLoader:
         self._unwritten[name] = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         if len(self._unwritten) >= self.writer_buffer_size:
             self.flush()
+        elif self._at_end is None or not self._at_end.still_active():
+            arguments = (self.store, self._unwritten)
+            self._at_end = Finalize(self, _write, arguments, exitpriority=0)
         return value
 
     def flush(self) -> None:
         """Writes what has been loaded here and not written yet."""
-        unwritten, self._unwritten = self._unwritten, {}
-        if unwritten:
-            self.store.put(unwritten)
+        _write(self.store, self._unwritten)
 
     def num_keys(self) -> int:
         """How many values of this name the store has."""
         self.flush()
         return self.store.count()
+
+
+def _write(store: Store, unwritten: dict[str, bytes]) -> None:
+    values = dict(unwritten)
+    unwritten.clear()
+    if values:
+        store.put(values)

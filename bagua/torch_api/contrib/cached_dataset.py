@@ -26,7 +26,7 @@ class CachedDataset(Dataset[Any]):
         dataset: Any,
         backend: str = "redis",
         dataset_name: str = "",
-        writer_buffer_size: int = 20,
+        writer_buffer_size: int = 1,
         **kwargs: Any,
     ) -> None:
         self.dataset = dataset
