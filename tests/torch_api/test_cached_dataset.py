@@ -98,7 +98,7 @@ def first(samples):
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_in_workers(everyone, bagua, backend, slow, start):
-    cached = CachedDataset(slow, writer_buffer_size=1, **backend)
+    cached = CachedDataset(slow, dataset_name="slow", writer_buffer_size=1, **backend)
     for _ in range(2):
         loader = DataLoader(cached, collate_fn=first, num_workers=2, multiprocessing_context=start)
         check(loader)
@@ -139,7 +139,7 @@ def test_names_are_apart(bagua, backend):
     if backend["backend"] == "redis":
         server = RedisServer(2**24)
         backend = {"backend": "redis", "hosts": [server.address]}
-    names = ["", "a", "ab", "a*", "a:", "[a]", "ü/../x"]
+    names = ["a", "ab", "a*", "a:", "[a]", "ü/../x"]
     caches = [CacheLoader(dataset_name=name, **backend) for name in names]
     for number, cache in enumerate(caches):
         for key in range(number + 1):
@@ -153,8 +153,36 @@ def test_names_are_apart(bagua, backend):
 
 
 @pytest.mark.ranks(1)
+def test_a_store_that_is_shared_needs_a_name_for_each_data_set(bagua, backend):
+    if backend["backend"] == "redis":
+        CacheLoader(**backend)  # which nobody else has
+        server = RedisServer(2**24)
+        backend = {"backend": "redis", "hosts": [server.address]}
+    with pytest.raises(ValueError, match="dataset_name is needed.* give each one a name"):
+        CachedDataset([1, 2], **backend)
+    train = CachedDataset([1, 2], dataset_name="train", **backend)
+    other = CachedDataset([7, 8, 9], dataset_name="other", **backend)
+    assert [list(train), list(other)] == [[1, 2], [7, 8, 9]]
+    with pytest.raises(ValueError, match="has 3 samples, but .*'train' has 2; give this one ano"):
+        CachedDataset([7, 8, 9], dataset_name="train", **backend)
+    assert list(CachedDataset([7, 8], dataset_name="train", **backend)) == [1, 2]
+    assert list(CachedDataset(iter_only([5]), dataset_name="five", **backend))[:1] == [5]
+    assert train.cache_loader.num_keys() == 2
+
+
+def iter_only(samples):
+    """A data set that has no length."""
+
+    class Endless:
+        def __getitem__(self, item):
+            return samples[item]
+
+    return Endless()
+
+
+@pytest.mark.ranks(1)
 def test_an_error_is_the_loaders(bagua, backend):
-    cache = CacheLoader(**backend)
+    cache = CacheLoader(dataset_name="errors", **backend)
     with pytest.raises(ZeroDivisionError):
         cache.get("x", lambda key: 1 / 0)
     assert cache.get("x", lambda key: 5) == 5
@@ -162,7 +190,7 @@ def test_an_error_is_the_loaders(bagua, backend):
 
 @pytest.mark.ranks(1)
 def test_files_that_find_no_room(bagua, tmp_path, monkeypatch):
-    cache = CacheLoader("files", folder=tmp_path)
+    cache = CacheLoader("files", "numbers", folder=tmp_path)
     cache.get(0, str)
 
     def full(*_):
@@ -190,13 +218,13 @@ def test_values_are_spread_over_given_servers(bagua, redis):
         assert 5 < client.dbsize() < 35
     wrong = [{**hosts[0], "password": "guess"}]
     with pytest.raises(ValueError, match="does not answer") as told:
-        CacheLoader("redis", hosts=wrong)
+        CacheLoader("redis", "spread", hosts=wrong)
     assert "guess" not in str(told.value)
     servers[1].close()
     with pytest.raises(
         ValueError, match=f"{hosts[1]['port']}.* does not answer: .*leave hosts out"
     ):
-        CacheLoader("redis", hosts=hosts)
+        CacheLoader("redis", "spread", hosts=hosts)
 
 
 @needs_redis
@@ -214,7 +242,7 @@ def test_a_full_server_forgets(bagua):
 @pytest.mark.ranks(1)
 def test_a_server_that_must_not_forget(bagua):
     server = RedisServer(4 * 2**20)
-    cache = CacheLoader("redis", hosts=[server.address])
+    cache = CacheLoader("redis", "kept", hosts=[server.address])
     cache.store._clients[0].config_set("maxmemory-policy", "noeviction")
     values = {key: os.urandom(2**18) for key in range(40)}
     with pytest.warns(UserWarning, match="is full and forgets nothing") as caught:
@@ -299,7 +327,7 @@ def test_what_cannot_be(bagua, monkeypatch, tmp_path):
         CacheLoader("reddis")
     for size in (0, 1.5, True):
         with pytest.raises(ValueError, match="writer_buffer_size is"):
-            CacheLoader("files", writer_buffer_size=size, folder=tmp_path)
+            CacheLoader("files", "sizes", writer_buffer_size=size, folder=tmp_path)
     with pytest.raises(TypeError, match="folder"):
         CacheLoader("files")
     monkeypatch.setitem(sys.modules, "redis", None)

@@ -22,6 +22,10 @@ class Store(Protocol):
 
     def count(self) -> int: ...
 
+    def agree(self, fact: str) -> str:
+        """The first fact that was given for this name, by whoever has written to it."""
+        ...
+
 
 # Each takes the name of the data set first.
 STORES: dict[str, Callable[..., Store]] = {"redis": RedisStore, "files": FileStore}
@@ -35,12 +39,13 @@ class CacheLoader:
 
     Args:
         backend: `"redis"`, whose arguments are those of `RedisStore`, or `"files"`, of `FileStore`.
-        dataset_name: values of one name are apart from those of another.
+        dataset_name: values of one name are apart from those of another. Needed where others can
+            find them: in files, and in servers that are named by `hosts`.
         writer_buffer_size: so many values are written together, or fewer when a process ends, as a
             worker of a `DataLoader` does after each epoch; until then others load them again.
 
     >>> import tempfile
-    >>> cache = CacheLoader("files", folder=tempfile.mkdtemp())
+    >>> cache = CacheLoader("files", "numbers", folder=tempfile.mkdtemp())
     >>> cache.get("seven", lambda key: 7), cache.get("seven", None), cache.num_keys()
     (7, 7, 1)
     """

@@ -43,12 +43,19 @@ class RedisStore:
         capacity_per_node: int = 100 * 2**30,
     ) -> None:
         _client_library()
-        self._prefix = quote(name, safe="") + ":"  # no name begins like another one
+        name = quote(name, safe="")
+        self._prefix = f"{name}:"  # no name begins like another one
+        self._fact = f"{name}/fact"
         self._server: RedisServer | None = None
         if hosts is None:
             self._server, addresses = _started(cluster_mode, capacity_per_node)
         elif not hosts:
             raise UsageError("hosts is empty; leave it out to have servers started")
+        elif not name:
+            raise UsageError(
+                "dataset_name is needed with hosts: these servers keep the samples of all data "
+                "sets; give each one a name, and another one when its samples change"
+            )
         else:
             addresses = list(hosts)
         self._addresses: list[Address] = addresses
@@ -88,6 +95,12 @@ class RedisStore:
     def count(self) -> int:
         found = (client.scan_iter(f"{self._prefix}*", count=_AT_ONCE) for client in self._clients)
         return sum(1 for keys in found for _ in keys)
+
+    def agree(self, fact: str) -> str:
+        client = self._clients[self._number(self._fact)]
+        client.set(self._fact, fact, nx=True)
+        kept: bytes | None = client.get(self._fact)
+        return fact if kept is None else kept.decode()
 
     def _number(self, name: str) -> int:
         """Which server; the same in every process."""
