@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import ipaddress
 import os
 import socket
 import sys
@@ -252,6 +253,14 @@ def is_homogeneous() -> bool:
 def mpi_threads_supported() -> bool:
     world()
     return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+
+def addresses() -> list[str]:
+    """Of this machine, numeric: those that its control connections announce to others."""
+    announced = core.Listener(1, world().config.network_interfaces).address
+    _secret, _port, *hosts = announced.split()
+    outside = [host for host in hosts if not ipaddress.ip_address(host).is_loopback]
+    return outside or hosts
 
 
 def counters() -> dict[str, int]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from bagua.common import world
 from bagua.torch import broadcast_object
 from bagua.torch_api.contrib import redis_server, redis_store
 from bagua.torch_api.contrib.cache_loader import STORES, CacheLoader
@@ -98,7 +98,7 @@ def first(samples):
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_in_workers(everyone, bagua, backend, slow, start):
-    cached = CachedDataset(slow, writer_buffer_size=1, **backend)
+    cached = CachedDataset(slow, dataset_name="slow", writer_buffer_size=1, **backend)
     for _ in range(2):
         loader = DataLoader(cached, collate_fn=first, num_workers=2, multiprocessing_context=start)
         check(loader)
@@ -112,11 +112,34 @@ def test_in_workers(everyone, bagua, backend, slow, start):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("start", "buffer"),
+    [("fork", {}), ("fork", {"writer_buffer_size": 20}), ("spawn", {"writer_buffer_size": 20})],
+)
+def test_workers_that_end_leave_what_they_made(bagua, backend, slow, start, buffer):
+    """Five samples each, fewer than are written together."""
+    cached = CachedDataset(slow, dataset_name="slow", **buffer, **backend)
+    for _ in range(2):
+        loader = DataLoader(cached, collate_fn=first, num_workers=2, multiprocessing_context=start)
+        check(loader)
+        assert slow.made() == 10
+    assert cached.cache_loader.num_keys() == 10
+
+
+@pytest.mark.ranks(1)
+def test_a_cache_that_is_dropped_leaves_what_was_made(bagua, tmp_path):
+    cache = CacheLoader("files", "dropped", 20, folder=tmp_path)
+    cache.get(1, str)
+    del cache
+    assert CacheLoader("files", "dropped", folder=tmp_path).get(1, None) == "1"
+
+
+@pytest.mark.ranks(1)
 def test_names_are_apart(bagua, backend):
     if backend["backend"] == "redis":
         server = RedisServer(2**24)
-        backend = {"backend": "redis", "hosts": [server.address]}
-    names = ["", "a", "ab", "a*", "a:", "[a]", "ü/../x"]
+        backend = {"backend": "redis", "hosts": server.addresses}
+    names = ["a", "ab", "a*", "a:", "[a]", "ü/../x"]
     caches = [CacheLoader(dataset_name=name, **backend) for name in names]
     for number, cache in enumerate(caches):
         for key in range(number + 1):
@@ -130,8 +153,36 @@ def test_names_are_apart(bagua, backend):
 
 
 @pytest.mark.ranks(1)
+def test_a_store_that_is_shared_needs_a_name_for_each_data_set(bagua, backend):
+    if backend["backend"] == "redis":
+        CacheLoader(**backend)  # which nobody else has
+        server = RedisServer(2**24)
+        backend = {"backend": "redis", "hosts": server.addresses}
+    with pytest.raises(ValueError, match=r"dataset_name is needed.* give each one a name"):
+        CachedDataset([1, 2], **backend)
+    train = CachedDataset([1, 2], dataset_name="train", **backend)
+    other = CachedDataset([7, 8, 9], dataset_name="other", **backend)
+    assert [list(train), list(other)] == [[1, 2], [7, 8, 9]]
+    with pytest.raises(ValueError, match=r"has 3 samples, but .*'train' has 2; give this one ano"):
+        CachedDataset([7, 8, 9], dataset_name="train", **backend)
+    assert list(CachedDataset([7, 8], dataset_name="train", **backend)) == [1, 2]
+    assert list(CachedDataset(iter_only([5]), dataset_name="five", **backend))[:1] == [5]
+    assert train.cache_loader.num_keys() == 2
+
+
+def iter_only(samples):
+    """A data set that has no length."""
+
+    class Endless:
+        def __getitem__(self, item):
+            return samples[item]
+
+    return Endless()
+
+
+@pytest.mark.ranks(1)
 def test_an_error_is_the_loaders(bagua, backend):
-    cache = CacheLoader(**backend)
+    cache = CacheLoader(dataset_name="errors", **backend)
     with pytest.raises(ZeroDivisionError):
         cache.get("x", lambda key: 1 / 0)
     assert cache.get("x", lambda key: 5) == 5
@@ -139,7 +190,7 @@ def test_an_error_is_the_loaders(bagua, backend):
 
 @pytest.mark.ranks(1)
 def test_files_that_find_no_room(bagua, tmp_path, monkeypatch):
-    cache = CacheLoader("files", folder=tmp_path)
+    cache = CacheLoader("files", "numbers", folder=tmp_path)
     cache.get(0, str)
 
     def full(*_):
@@ -156,8 +207,8 @@ def test_files_that_find_no_room(bagua, tmp_path, monkeypatch):
 @needs_redis
 @pytest.mark.ranks(1)
 def test_values_are_spread_over_given_servers(bagua, redis):
-    servers = [RedisServer(2**24, "secret") for _ in range(2)]
-    hosts = [server.address for server in servers]
+    servers = [RedisServer(2**24, ["127.0.0.1"]) for _ in range(2)]
+    hosts = [address for server in servers for address in server.addresses]
     for process in range(2):
         cache = CacheLoader("redis", "spread", 3, hosts=hosts)
         for key in range(40):
@@ -167,13 +218,13 @@ def test_values_are_spread_over_given_servers(bagua, redis):
         assert 5 < client.dbsize() < 35
     wrong = [{**hosts[0], "password": "guess"}]
     with pytest.raises(ValueError, match="does not answer") as told:
-        CacheLoader("redis", hosts=wrong)
+        CacheLoader("redis", "spread", hosts=wrong)
     assert "guess" not in str(told.value)
     servers[1].close()
     with pytest.raises(
         ValueError, match=f"{hosts[1]['port']}.* does not answer: .*leave hosts out"
     ):
-        CacheLoader("redis", hosts=hosts)
+        CacheLoader("redis", "spread", hosts=hosts)
 
 
 @needs_redis
@@ -191,7 +242,7 @@ def test_a_full_server_forgets(bagua):
 @pytest.mark.ranks(1)
 def test_a_server_that_must_not_forget(bagua):
     server = RedisServer(4 * 2**20)
-    cache = CacheLoader("redis", hosts=[server.address])
+    cache = CacheLoader("redis", "kept", hosts=server.addresses)
     cache.store._clients[0].config_set("maxmemory-policy", "noeviction")
     values = {key: os.urandom(2**18) for key in range(40)}
     with pytest.warns(UserWarning, match="is full and forgets nothing") as caught:
@@ -200,40 +251,24 @@ def test_a_server_that_must_not_forget(bagua):
     assert len(caught) == 1
 
 
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-STARTS = """
-import os, redis, sys, time
-from bagua.torch_api.contrib.redis_server import RedisServer
-server = RedisServer(2**24)
-path = server.address["unix_socket_path"]
-pid = redis.Redis(**server.address).info("server")["process_id"]
-print(pid, os.path.dirname(path), flush=True)
-if sys.argv[1] == "wait":
-    time.sleep(100)
-"""
-
-
 @needs_redis
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize("end", ["exit", "kill"])
-def test_a_server_ends_with_its_process(bagua, end):
-    command = [sys.executable, "-c", STARTS, "wait" if end == "kill" else "end"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    pid, folder = process.stdout.readline().split()
-    if end == "kill":
-        assert not gone(int(pid))
-        process.send_signal(signal.SIGKILL)
-    process.wait(60)
-    deadline = time.monotonic() + 30
-    while not gone(int(pid)) or Path(folder).exists():
-        assert time.monotonic() < deadline, (pid, folder)
-        time.sleep(0.05)
+@pytest.mark.ranks(2)
+def test_a_cache_outlives_the_first_ranks(everyone, bagua):
+    """And those of one capacity have one server, but each its own values."""
+    cache = CacheLoader("redis", capacity_per_node=2**24)
+    assert cache.get("who", lambda key: "first") == "first"
+    bagua.barrier()
+    if everyone.me == 0:
+        del cache
+        gc.collect()
+    bagua.barrier()
+    if everyone.me == 1:
+        assert cache.get("who", None) == "first"
+    bagua.barrier()
+    other = CacheLoader("redis", capacity_per_node=2**24)
+    assert other.get("who", lambda key: "second") == "second"
+    assert everyone.me == 0 or other.store._addresses == cache.store._addresses
+    bagua.barrier()
 
 
 @needs_redis
@@ -243,7 +278,6 @@ def test_several_machines(everyone, bagua, redis, monkeypatch, share):
     """Each has a server; what they share they find in all of them, by the job's password."""
     monkeypatch.setattr(redis_store, "machine", lambda: f"machine {everyone.me}")
     monkeypatch.setattr(redis_store, "get_local_rank", lambda: 0)
-    monkeypatch.setattr(redis_server.socket, "gethostname", lambda: "127.0.0.1")
     cache = CacheLoader("redis", cluster_mode=share, capacity_per_node=2**24)
     addresses = cache.store._addresses
     assert ["password" in address for address in addresses] == ([True] * 2 if share else [False])
@@ -257,7 +291,8 @@ def test_several_machines(everyone, bagua, redis, monkeypatch, share):
     assert len(made) == (0 if share or everyone.me == 0 else 20)
     if share:
         with pytest.raises(redis.exceptions.AuthenticationError):
-            redis.Redis(host="127.0.0.1", port=addresses[0]["port"]).ping()
+            redis.Redis(host=addresses[0]["host"], port=addresses[0]["port"]).ping()
+        assert {address["host"] for address in addresses} <= set(world.addresses())
     bagua.barrier()
 
 
@@ -270,13 +305,49 @@ def test_a_server_that_does_not_start(everyone, bagua, monkeypatch):
         CacheLoader("redis")
 
 
+@needs_redis
+@pytest.mark.ranks(2)
+def test_a_client_that_one_rank_has_not(everyone, bagua, monkeypatch):
+    if everyone.me == 1:
+        monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ValueError, match=r"rank 1: .*needs redis-py: pip install 'bagua\[redis"):
+        CacheLoader("redis")
+
+
+@needs_redis
+@pytest.mark.ranks(1)
+def test_a_server_is_asked_at_the_first_address_that_answers(bagua):
+    server = RedisServer(2**24, ["127.0.0.1"])
+    real = server.addresses[0]
+    others = [{**real, "port": 1}, {**real, "password": "another server's"}]
+    assert redis_store._answering([*others, real], "") == real
+    with pytest.raises(ValueError, match=r"does not answer.*does not answer.*; see to it"):
+        redis_store._answering(others, "see to it")
+
+
+@needs_redis
+@pytest.mark.ranks(1)
+def test_when_our_server_cannot_be_reached_nobody_is_told_to_start_one(bagua, monkeypatch):
+    class Unreachable(RedisServer):
+        def answers(self):
+            found = super().answers()
+            self.addresses = [{"host": "127.0.0.1", "port": 1}]
+            return found
+
+    monkeypatch.setattr(redis_store, "RedisServer", Unreachable)
+    with pytest.raises(ValueError, match=r"rank 0 has started it: .* network_interfaces") as told:
+        CacheLoader("redis", capacity_per_node=2**23)
+    assert "leave hosts out" not in str(told.value)
+    redis_store._server.cache_clear()
+
+
 @pytest.mark.ranks(1)
 def test_what_cannot_be(bagua, monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="backend='reddis' is not known; did you mean 'redis'"):
         CacheLoader("reddis")
     for size in (0, 1.5, True):
         with pytest.raises(ValueError, match="writer_buffer_size is"):
-            CacheLoader("files", writer_buffer_size=size, folder=tmp_path)
+            CacheLoader("files", "sizes", writer_buffer_size=size, folder=tmp_path)
     with pytest.raises(TypeError, match="folder"):
         CacheLoader("files")
     monkeypatch.setitem(sys.modules, "redis", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
+from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
 from bagua.common.config import nearest
@@ -21,6 +22,10 @@ class Store(Protocol):
 
     def count(self) -> int: ...
 
+    def agree(self, fact: str) -> str:
+        """The first fact that was given for this name, by whoever has written to it."""
+        ...
+
 
 # Each takes the name of the data set first.
 STORES: dict[str, Callable[..., Store]] = {"redis": RedisStore, "files": FileStore}
@@ -34,11 +39,13 @@ class CacheLoader:
 
     Args:
         backend: `"redis"`, whose arguments are those of `RedisStore`, or `"files"`, of `FileStore`.
-        dataset_name: values of one name are apart from those of another.
-        writer_buffer_size: so many values are written together; until then others load them again.
+        dataset_name: values of one name are apart from those of another. Needed where others can
+            find them: in files, and in servers that are named by `hosts`.
+        writer_buffer_size: so many values are written together, or fewer when a process ends, as a
+            worker of a `DataLoader` does after each epoch; until then others load them again.
 
     >>> import tempfile
-    >>> cache = CacheLoader("files", folder=tempfile.mkdtemp())
+    >>> cache = CacheLoader("files", "numbers", folder=tempfile.mkdtemp())
     >>> cache.get("seven", lambda key: 7), cache.get("seven", None), cache.num_keys()
     (7, 7, 1)
     """
@@ -62,6 +69,11 @@ class CacheLoader:
         self.writer_buffer_size = writer_buffer_size
         self.store = STORES[backend](dataset_name, **kwargs)
         self._unwritten: dict[str, bytes] = {}
+        self._at_end: Finalize | None = None  # of the process that has loaded something last
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For workers that are spawned."""
+        return {**vars(self), "_unwritten": {}, "_at_end": None}
 
     def get(self, key: Any, load_fn: Callable[[Any], Any]) -> Any:
         """The value of a key, by `load_fn(key)` where it is not in the store."""
@@ -75,15 +87,23 @@ class CacheLoader:
         self._unwritten[name] = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         if len(self._unwritten) >= self.writer_buffer_size:
             self.flush()
+        elif self._at_end is None or not self._at_end.still_active():
+            arguments = (self.store, self._unwritten)
+            self._at_end = Finalize(self, _write, arguments, exitpriority=0)
         return value
 
     def flush(self) -> None:
         """Writes what has been loaded here and not written yet."""
-        unwritten, self._unwritten = self._unwritten, {}
-        if unwritten:
-            self.store.put(unwritten)
+        _write(self.store, self._unwritten)
 
     def num_keys(self) -> int:
         """How many values of this name the store has."""
         self.flush()
         return self.store.count()
+
+
+def _write(store: Store, unwritten: dict[str, bytes]) -> None:
+    values = dict(unwritten)
+    unwritten.clear()
+    if values:
+        store.put(values)

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
+from bagua.common.errors import UsageError
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -19,11 +21,16 @@ class FileStore:
     """One file for each value. They stay when the job is over, until somebody removes them.
 
     Args:
-        name: of the data set; a folder inside the other.
+        name: of the data set, which has no other; a folder inside the other.
         folder: of each machine, or one that all see.
     """
 
     def __init__(self, name: str, folder: str | os.PathLike[str]) -> None:
+        if not name:
+            raise UsageError(
+                "dataset_name is needed: a folder keeps the samples of all data sets; give each "
+                "one a name, and another one when its samples change"
+            )
         self._folder = Path(folder) / quote(f"{name}.cache", safe="")
         self._folder.mkdir(parents=True, exist_ok=True)
         self._full = False
@@ -36,22 +43,34 @@ class FileStore:
 
     def put(self, values: Mapping[str, bytes]) -> None:
         for key, data in values.items():
-            if self._full:
-                return
-            try:
-                self._write(self._path(key), data)
-            except OSError as error:
-                if error.errno not in _FULL:
-                    raise
-                self._full = True
-                warnings.warn(f"{self._folder} is full; the rest is not cached", stacklevel=2)
+            self._try_to_write(self._path(key), data)
 
     def count(self) -> int:
         return sum(1 for _ in self._folder.glob("??/*"))
 
+    def agree(self, fact: str) -> str:
+        path = self._folder / "fact"
+        with contextlib.suppress(OSError):
+            if kept := path.read_text():
+                return kept
+        self._try_to_write(path, fact.encode())
+        return fact
+
     def _path(self, key: str) -> Path:
         name = hashlib.sha256(key.encode()).hexdigest()
         return self._folder / name[:2] / name  # few files in one folder
+
+    def _try_to_write(self, path: Path, data: bytes) -> None:
+        """Unless there is no room."""
+        if self._full:
+            return
+        try:
+            self._write(path, data)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self._full = True
+            warnings.warn(f"{self._folder} is full; the rest is not cached", stacklevel=3)
 
     def _write(self, path: Path, data: bytes) -> None:
         """All of it or nothing: others may look for it now."""

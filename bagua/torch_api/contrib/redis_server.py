@@ -5,89 +5,130 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import secrets
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
-import weakref
+from collections.abc import Callable, Sequence
+from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from bagua.common.errors import UsageError
 
 _START_S = 20
 _STOP_S = 5
+_MOST_ADDRESSES = 16  # that a server listens to
 # Its input ends with us, and only then: a process that is killed says nothing, and the server would
-# stay for ever. A line ends it, too, while forked children keep the input open.
-_WATCHED = '"$0" "$1/redis.conf" & read line; kill $!; wait; rm -rf "$1"'
+# stay for ever. A line ends it, too, while forked children keep the input open. The configuration
+# comes by another pipe, as the password in it is for no disk and no list of processes.
+_WATCHED = '"$0" - <"/dev/fd/$1" & read line; kill $!; wait; test -z "$2" || rm -rf "$2"'
+
+Connect = Callable[[], socket.socket]
 
 
 class RedisServer:
-    """Listens to a socket in a folder of its own, or, with a password, to a port of the machine."""
+    """Listens to a socket that has no name, or, with a password, to a port of the machine.
 
-    def __init__(self, capacity_nbytes: int, password: str | None = None) -> None:
+    It lives until `close`, or as long as this process, whoever forgets it. No file stays behind.
+
+    Args:
+        capacity_nbytes: of values; a server that is full forgets some.
+        listen: numeric addresses of this machine that others reach. None is for this machine alone.
+    """
+
+    addresses: list[dict[str, Any]]  # by any of which others may reach it
+    close: Callable[[], object]
+    _connect: Connect
+
+    def __init__(self, capacity_nbytes: int, listen: Sequence[str] = ()) -> None:
         if isinstance(capacity_nbytes, bool) or not capacity_nbytes >= 1:
             raise UsageError(f"capacity_per_node is a number of bytes, not {capacity_nbytes!r}")
-        folder = Path(tempfile.mkdtemp(prefix="bagua-redis-"))
-        path = str(folder / "socket")
-        self.address: dict[str, Any] = {"unix_socket_path": path}
-        listens = ["port 0", f"unixsocket {path}", "unixsocketperm 600"]
-        if password is not None:
-            port = _free_port()
-            self.address = {"host": socket.gethostname(), "port": port, "password": password}
-            listens = [f"port {port}", "bind 0.0.0.0", f"requirepass {password}"]
+        self._executable = _executable()
         lines = [
-            *listens,
             f"maxmemory {int(capacity_nbytes)}",
             "maxmemory-policy allkeys-random",  # each epoch wants all samples equally
             'save ""',
             "appendonly no",
-            f"dir {folder}",
-            f"logfile {folder / 'log'}",
-            f"pidfile {folder / 'pid'}",
             "set-proc-title no",  # it would hide the environment, by which jobs find what is theirs
         ]
-        config = folder / "redis.conf"
-        config.touch(0o600)
-        config.write_text("\n".join(lines) + "\n")
-        process = subprocess.Popen(
-            ["sh", "-c", _WATCHED, _executable(), str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for us
-        )
-        self.close = weakref.finalize(self, _stop, process, os.getpid())
-        self._wait(folder / "log")
+        if listen:
+            self._start_at_port(lines, list(listen)[:_MOST_ADDRESSES])
+        else:
+            self._start_at_socket(lines)
 
-    def _wait(self, log: Path) -> None:
+    def _start_at_port(self, lines: list[str], hosts: list[str]) -> None:
+        port, password = _free_port(), secrets.token_hex(16)
+        self.addresses = [{"host": host, "port": port, "password": password} for host in hosts]
+        lines = [f"port {port}", f"bind {' '.join(hosts)}", f"requirepass {password}", *lines]
+        self._start(lines, "", lambda: socket.create_connection((hosts[0], port), timeout=1))
+
+    def _start_at_socket(self, lines: list[str]) -> None:
+        """Gives its file's name up as soon as it is there: a job that is killed leaves none."""
+        folder = tempfile.mkdtemp(prefix="bagua-redis-")
+        path = os.path.join(folder, "socket")
+        lines = ["port 0", f"unixsocket {path}", "unixsocketperm 600", *lines]
+        self._start(lines, folder, lambda: _connected(path))
+        if sys.platform == "linux":
+            held = os.open(path, os.O_PATH | os.O_CLOEXEC)  # others go through us, while we live
+            Finalize(None, os.close, (held,), exitpriority=-2)
+            path = f"/proc/{os.getpid()}/fd/{held}"
+            shutil.rmtree(folder)
+            self._connect = lambda: _connected(path)
+        self.addresses = [{"unix_socket_path": path}]
+
+    def _start(self, lines: list[str], folder: str, connect: Connect) -> None:
+        read, write = os.pipe()
+        with tempfile.TemporaryFile() as said, open(read), open(write, "w") as config:
+            process = subprocess.Popen(
+                ["sh", "-c", _WATCHED, self._executable, str(read), folder],
+                stdin=subprocess.PIPE,
+                stdout=said,
+                stderr=said,
+                pass_fds=[read],
+                cwd="/",
+                start_new_session=True,  # Ctrl-C is for us
+            )
+            config.write("\n".join(lines) + "\n")
+            config.close()
+            # After children of ours, which use it, have ended: below zero.
+            self.close = Finalize(None, _stop, (process,), exitpriority=-1)
+            self._connect = connect
+            self._wait(said)
+
+    def answers(self) -> bool:
+        try:
+            self._connect().close()
+        except OSError:
+            return False
+        return True
+
+    def _wait(self, said: IO[bytes]) -> None:
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
-            try:
-                self._connect().close()
-            except OSError:
-                time.sleep(0.02)
-            else:
+            if self.answers():
                 return
-        said = log.read_text() if log.exists() else "nothing"
+            time.sleep(0.02)
+        said.seek(0)
+        text = said.read().decode(errors="replace")[-500:] or "nothing"
         self.close()
-        raise UsageError(f"redis-server did not start within {_START_S} s; it said: {said[-500:]}")
-
-    def _connect(self) -> socket.socket:
-        if "port" in self.address:
-            return socket.create_connection(("127.0.0.1", self.address["port"]), timeout=1)
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.connect(self.address["unix_socket_path"])
-        except OSError:
-            connection.close()
-            raise
-        return connection
+        raise UsageError(f"redis-server did not start within {_START_S} s; it said: {text}")
 
 
-def _stop(process: subprocess.Popen[bytes], owner: int) -> None:
-    if os.getpid() != owner:
-        return  # a forked child has a copy
+def _connected(path: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(path)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
     stdin = process.stdin
     if stdin is not None:
         with contextlib.suppress(BrokenPipeError):  # somebody has killed it

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import secrets
 import warnings
 import zlib
@@ -10,12 +12,13 @@ from typing import Any
 from urllib.parse import quote
 
 from bagua.common.errors import UsageError
-from bagua.common.objects import allgather_object, broadcast_object
-from bagua.common.world import machine
+from bagua.common.objects import allgather_object
+from bagua.common.world import addresses, machine
 from bagua.torch_api.contrib.redis_server import RedisServer
-from bagua.torch_api.world import get_local_rank, get_rank
+from bagua.torch_api.world import get_local_rank
 
 _CONNECT_TIMEOUT_S = 10
+_ANSWER_TIMEOUT_S = 30
 _AT_ONCE = 1000  # keys that a server looks at before it answers others, when they are counted
 
 Address = Mapping[str, Any]
@@ -24,15 +27,18 @@ Address = Mapping[str, Any]
 class RedisStore:
     """Without `hosts`, every machine gets a server that lives as long as the job; all ranks call.
 
-    These servers listen to their own machine only, or, where there are several, to those who know
-    the job's password. Needs redis-py and redis-server 6.2: `pip install 'bagua[redis]'`.
+    These servers listen to their own machine only. Where there are several machines, they listen at
+    the addresses of `network_interfaces` to those who know a password; it and the values, which are
+    pickles, are sent in clear text: for a network that you trust. Needs
+    redis-py and redis-server 6.2: `pip install 'bagua[redis]'`.
 
     Args:
         name: of the data set; in front of its keys.
         hosts: servers that run already: `[{"host": "192.168.1.10", "port": 7000}, ...]`, with a
             password or a unix_socket_path as redis-py names them. The same on all ranks.
         cluster_mode: machines share what they have; else each has all that it needs.
-        capacity_per_node: bytes; a server that is full forgets some values for others.
+        capacity_per_node: bytes; a server that is full forgets some values for others. Stores of
+            one capacity share the servers.
     """
 
     def __init__(
@@ -42,26 +48,41 @@ class RedisStore:
         cluster_mode: bool = True,
         capacity_per_node: int = 100 * 2**30,
     ) -> None:
-        _client_library()
-        self._prefix = quote(name, safe="") + ":"  # no name begins like another one
-        self._server: RedisServer | None = None
         if hosts is None:
-            self._server, addresses = _started(cluster_mode, capacity_per_node)
+            word, started = _started(cluster_mode, capacity_per_node)
+            name = f"{name}/{word}"  # nobody else's, though servers are
+            self._addresses = [
+                _answering(
+                    found,
+                    f"rank {rank} has started it: is a firewall between the machines, or should "
+                    "network_interfaces name another interface? (hosts=[...] names servers that "
+                    "run already)",
+                )
+                for rank, found in started.items()
+            ]
         elif not hosts:
             raise UsageError("hosts is empty; leave it out to have servers started")
+        elif not name:
+            raise UsageError(
+                "dataset_name is needed with hosts: these servers keep the samples of all data "
+                "sets; give each one a name, and another one when its samples change"
+            )
         else:
-            addresses = list(hosts)
-        self._addresses: list[Address] = addresses
+            remedy = "start redis-server there, or leave hosts out to have servers started"
+            self._addresses = [_answering([address], remedy) for address in hosts]
+        name = quote(name, safe="")
+        self._prefix = f"{name}:"  # no name begins like another one
+        self._fact = f"{name}/fact"
         self._full = False
-        self._clients = [_connected(address) for address in addresses]
+        self._clients = [_client(address) for address in self._addresses]
 
     def __getstate__(self) -> dict[str, Any]:
         """For workers that are spawned: they have connections of their own."""
-        return {**vars(self), "_clients": None, "_server": None}
+        return {**vars(self), "_clients": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._clients = [_connected(address) for address in self._addresses]
+        self._clients = [_client(address) for address in self._addresses]
 
     def get(self, key: str) -> bytes | None:
         name = self._prefix + key
@@ -89,44 +110,70 @@ class RedisStore:
         found = (client.scan_iter(f"{self._prefix}*", count=_AT_ONCE) for client in self._clients)
         return sum(1 for keys in found for _ in keys)
 
+    def agree(self, fact: str) -> str:
+        client = self._clients[self._number(self._fact)]
+        client.set(self._fact, fact, nx=True)
+        kept: bytes | None = client.get(self._fact)
+        return fact if kept is None else kept.decode()
+
     def _number(self, name: str) -> int:
         """Which server; the same in every process."""
         return zlib.crc32(name.encode()) % len(self._addresses)
 
 
-def _started(share: bool, capacity: int) -> tuple[RedisServer | None, list[Address]]:
-    """This rank's server, if it is the one to start it, and the addresses of those to ask."""
-    first = get_local_rank() == 0
+def _started(share: bool, capacity: int) -> tuple[str, dict[int, list[Address]]]:
+    """A word that no other store has, and by rank the servers to ask, each by its addresses."""
     several = len(set(allgather_object(machine()))) > 1
-    password = broadcast_object(secrets.token_hex(16) if get_rank() == 0 else None)
-    server, problem = None, None
-    try:
-        server = RedisServer(capacity, password if several and share else None) if first else None
+    mine, problem = None, None
+    try:  # all that can fail here: the others wait for us
+        _client_library()
+        if get_local_rank() == 0:
+            mine = _server_here(capacity, several and share).addresses
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-    everyone = allgather_object((machine(), server and server.address, problem))
-    for rank, (_, _, text) in enumerate(everyone):
+    everyone = allgather_object((machine(), mine, problem, secrets.token_hex(8)))
+    for rank, (_, _, text, _) in enumerate(everyone):
         if text is not None:
             raise UsageError(f"no redis server on rank {rank}: {text}")
-    addresses = [
-        address
-        for where, address, _ in everyone
-        if address is not None and (share or where == machine())
-    ]
-    return server, addresses
+    servers = {
+        rank: found
+        for rank, (where, found, _, _) in enumerate(everyone)
+        if found is not None and (share or where == machine())
+    }
+    return everyone[0][-1], servers
 
 
-def _connected(address: Address) -> Any:
+def _server_here(capacity: int, outside: bool) -> RedisServer:
+    server = _server(capacity, outside)
+    if not server.answers():
+        _server.cache_clear()
+        server = _server(capacity, outside)
+    return server
+
+
+@functools.lru_cache
+def _server(capacity: int, outside: bool) -> RedisServer:
+    """One for all stores of this process: other ranks use it when ours has been dropped."""
+    return RedisServer(capacity, addresses() if outside else ())
+
+
+def _answering(found: Sequence[Address], remedy: str) -> Address:
+    """The first of a server's addresses at which it does answer."""
     redis = _client_library()
-    try:
-        client = redis.Redis(**address, socket_connect_timeout=_CONNECT_TIMEOUT_S)
-        client.ping()
-    except (redis.exceptions.RedisError, TypeError) as error:
-        raise UsageError(
-            f"redis at {_said(address)} does not answer: {error}; start redis-server there, or "
-            "leave hosts out"
-        ) from error
-    return client
+    problems = []
+    for address in found:
+        try:
+            with contextlib.closing(_client(address)) as client:
+                client.ping()
+            return address
+        except (redis.exceptions.RedisError, TypeError) as error:
+            problems.append(f"redis at {_said(address)} does not answer: {error}")
+    raise UsageError(f"{'; '.join(problems)}; {remedy}")
+
+
+def _client(address: Address) -> Any:
+    limits = {"socket_connect_timeout": _CONNECT_TIMEOUT_S, "socket_timeout": _ANSWER_TIMEOUT_S}
+    return _client_library().Redis(**{**limits, **address})
 
 
 def _said(address: Address) -> str:
