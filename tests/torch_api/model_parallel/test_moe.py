@@ -326,5 +326,6 @@ def test_what_cannot_be(bagua):
     ):
         with pytest.raises(ValueError, match=message):
             moe(WIDTH, nn.Identity(), **{"num_local_experts": 4, **choices})
+    assert moe(WIDTH, nn.Identity(), 4, min_capacity=0)(torch.ones(0, WIDTH))[0].shape == (0, WIDTH)
     with pytest.raises(ValueError, match="an expert keeps the shape"):
         moe(WIDTH, nn.Linear(WIDTH, 2), 2)(torch.ones(2, WIDTH))
