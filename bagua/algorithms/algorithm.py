@@ -7,7 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import numpy as np
 
 from bagua.algorithms.exchange import LOSSY, TIMES, Exchange
 from bagua.common.errors import UsageError
@@ -73,6 +75,7 @@ class Algorithm:
     name: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
+        take_plain_numbers(self)
         if isinstance(self.exact, str):
             raise UsageError(f"exact is a list of patterns, not one: exact=[{self.exact!r}]")
         if self.exact is not None and self.what == "weight":
@@ -124,6 +127,14 @@ class Algorithm:
         if not self.when and self.what in TIMES:
             chosen["when"] = TIMES[self.what][0]
         return Exchange(**chosen)
+
+
+def take_plain_numbers(algorithm: Any) -> None:
+    """Python's in place of NumPy's: ranks compare how algorithms are written."""
+    for field in fields(algorithm):
+        value = getattr(algorithm, field.name)
+        if isinstance(value, np.generic):
+            object.__setattr__(algorithm, field.name, value.item())
 
 
 def _shrinks(shape: tuple[int, ...], rank: int) -> bool:

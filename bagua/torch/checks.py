@@ -14,6 +14,7 @@ from bagua.common.objects import allgather_object, broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import machine, world
 from bagua.torch.arrays import dtype_name
+from bagua.torch.own import is_own_of_mean
 
 
 def check_algorithm(
@@ -36,6 +37,32 @@ def check_algorithm(
             raise UsageError(
                 f"algorithms differ between ranks: {everyone[0]} on rank {process_set.ranks[0]}, "
                 f"{theirs} on rank {rank}"
+            )
+
+
+def check_own(
+    named: Iterable[tuple[str, torch.Tensor]],
+    algorithm: Algorithm,
+    op: ReduceOp | None,
+    process_set: ProcessSet,
+) -> None:
+    """Experts must not learn at another scale than what ranks have replicas of."""
+    if process_set.size() == 1 or algorithm.what != "grad":
+        return
+
+    def sums(name: str, param: torch.Tensor) -> bool:
+        of_this = algorithm.of(name, tuple(param.shape)).op if op is None else op
+        return of_this == ReduceOp.Sum
+
+    summed = [name for name, param in named if is_own_of_mean(param) and sums(name, param)]
+    everyone = allgather_object(summed[:1], process_set=process_set)
+    for rank, names in zip(process_set.ranks, everyone):
+        if names:
+            raise UsageError(
+                f"{names[0]} on rank {rank} is an expert's: its gradient is that of the mean of "
+                "all ranks' losses, and those of the others would be of the sum. Average them "
+                "(op=Average, or average=True), and multiply the learning rate by "
+                f"{process_set.size()} for steps as large as by sums"
             )
 
 

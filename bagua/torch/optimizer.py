@@ -17,7 +17,7 @@ from bagua.common.world import world
 from bagua.torch import capture, kept, safety
 from bagua.torch.background import Background
 from bagua.torch.between_steps import BetweenSteps
-from bagua.torch.checks import check_algorithm
+from bagua.torch.checks import check_algorithm, check_own, checked_names
 from bagua.torch.compression import Compression
 from bagua.torch.gradients import Gradients, fold_of
 from bagua.torch.mixing import Mixing
@@ -257,6 +257,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             found = replace(found, warmup_steps=warmup)
         fold_of(self.inner, found)  # is an error now and not after a warm-up
         check_algorithm(found, self._of_gradients, self._process_set)
+        names = checked_names(self.inner, self._named)
+        op: Any = self._of_gradients["op"]
+        check_own([(name, param) for param, name in names.items()], found, op, self._process_set)
         return found
 
     def _driver_of(self, algorithm: Algorithm) -> Driver:

@@ -9,23 +9,30 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _MARK = "bagua_own"  # of a tensor's attribute
+_SHARED_LOSS = "bagua_own_of_mean"  # likewise
 _marked: Any = WeakTensorKeyDictionary()  # those that are alive
 
 
-def keep_own(tensors: Iterable[torch.Tensor]) -> None:
+def keep_own(tensors: Iterable[torch.Tensor], of_mean: bool = False) -> None:
     """From now on `broadcast_parameters`, `broadcast_optimizer_state` and every optimizer that is
     made distributed leave these parameters and buffers, and their state, as they are on each rank.
 
     The mark is on the tensor itself. `OwnMemory` knows what `state_dict()` gives for it, too, but
-    what `clone()` or `copy.deepcopy` make of it is another tensor without a mark.
+    what `clone()` or `copy.deepcopy` make of it is another tensor without a mark. `of_mean`: their
+    gradients are those of the mean of all ranks' losses, and not of this rank's alone.
     """
     for tensor in tensors:
         setattr(tensor, _MARK, True)
+        setattr(tensor, _SHARED_LOSS, of_mean)
         _marked[tensor] = True
 
 
 def is_own(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, _MARK, False))
+
+
+def is_own_of_mean(tensor: torch.Tensor) -> bool:
+    return bool(getattr(tensor, _SHARED_LOSS, False))
 
 
 class OwnMemory:

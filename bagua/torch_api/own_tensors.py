@@ -45,6 +45,7 @@ def _mark(model: torch.nn.Module, named: _Named) -> None:
     ignored = set(_ignored(model))
     if ignored:
         keep_own(tensor for name, tensor in named if name in ignored)
+    # Afterwards, since somebody may name experts in a list, too.
     for module in model.modules():
         if isinstance(module, Experts):
             module.mark()

@@ -7,10 +7,12 @@ import dataclasses
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from bagua import algorithms
 from bagua.common.kinds import Average, Sum
 from bagua.common.world import counters, world
 
@@ -345,3 +347,23 @@ def test_a_step_is_skipped_where_gradients_are_no_numbers(everyone, bagua, monke
     train(everyone, model, optimizer, 1)
     assert not equal(model, before)
     assert_same_everywhere(model)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
+def test_numbers_may_be_of_numpy(bagua, kind):
+    """And are Python's from then on: ranks compare how an algorithm is written."""
+    for name, argument in (
+        ("decentralized", "communication_interval"),
+        ("low_precision_decentralized", "communication_interval"),
+        ("async", "sync_interval_ms"),
+        ("async", "warmup_steps"),
+    ):
+        init = bagua.algorithms.Algorithm.init
+        algorithm, right = (init(name, **{argument: two}) for two in (kind(2), 2))
+        assert repr(algorithm) == repr(right)
+        assert repr(algorithm.made()) == repr(right.made())
+    with pytest.raises(ValueError, match="warmup_steps is a number, not True"):
+        init("async", warmup_steps=np.bool_(True))
+    written = repr(algorithms.Decentralized(peers="random", seed=kind(3), every=kind(2)))
+    assert written == repr(algorithms.Decentralized(peers="random", seed=3, every=2))

@@ -230,3 +230,38 @@ def test_what_stays_as_it_is(bagua):
             optimizer.fuse_step(lambda: large[0].sum())
     with pytest.raises(ValueError, match="takes an optimizer, not Linear"):
         bagua.contrib.fuse_optimizer(nn.Linear(1, 1))
+
+
+class Plain(torch.optim.SGD):
+    """Another class, the same steps."""
+
+
+class Own(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param -= group["lr"] * param.grad
+
+
+class OwnBelow(Own):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Plain, Own, OwnBelow])
+@pytest.mark.parametrize("before", [False, True], ids=["", "another before"])
+def test_a_step_of_a_subclass_stays_as_it_is(bagua, kind, before):
+    if before:  # torch wraps a class's step when its first object is made
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    param = nn.Parameter(torch.ones(3))
+    optimizer = kind([param], lr=0.5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        bagua.contrib.fuse_optimizer(optimizer)
+    told = [each for each in caught if "as before" in str(each.message)]
+    assert len(told) == (kind is not Plain)
+    assert bagua.contrib.fuse.is_fused_optimizer(optimizer) == (kind is Plain)
+    assert bool(optimizer.param_groups[0]["fused"]) == (kind is Plain)
+    param.grad = torch.ones(3)
+    optimizer.fuse_step()
+    assert param.tolist() == [0.5] * 3

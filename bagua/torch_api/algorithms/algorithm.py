@@ -6,9 +6,11 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, Union
 
 from bagua import algorithms
+from bagua.algorithms.algorithm import take_plain_numbers
 from bagua.common.config import nearest
 from bagua.common.errors import UsageError
 
@@ -43,12 +45,13 @@ class Algorithm:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        take_plain_numbers(self)
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if isinstance(field.default, bool) and not isinstance(value, bool):
                 raise UsageError(f"{field.name} is True or False, not {value!r}")
             numeric = type(field.default) is int
-            if numeric and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            if numeric and (isinstance(value, bool) or not isinstance(value, Real)):
                 raise UsageError(f"{field.name} is a number, not {value!r}")
         self.made()
 

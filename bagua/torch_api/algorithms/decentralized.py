@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
 
 from bagua import algorithms
 from bagua.algorithms.exchange import PEERS
@@ -51,8 +53,8 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
         )
 
 
-def _check(communication_interval: int) -> None:
-    if not isinstance(communication_interval, int) or communication_interval < 1:
+def _check(communication_interval: Any) -> None:
+    if not isinstance(communication_interval, Integral) or communication_interval < 1:
         raise UsageError(
             "communication_interval is a number of steps, at least 1, not "
             f"{communication_interval!r}"

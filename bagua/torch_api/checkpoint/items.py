@@ -46,7 +46,9 @@ def items_of(
             items["kept", number] = kept
             own.add(("kept", number))
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        own |= {("state", number, index) for index, param in enumerate(params) if is_moe_param(param)}
+        own |= {
+            ("state", number, index) for index, param in enumerate(params) if is_moe_param(param)
+        }
     if lr_scheduler is not None:
         items[SCHEDULER] = lr_scheduler.state_dict()
     return items, own & set(items)

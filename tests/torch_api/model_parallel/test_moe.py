@@ -140,6 +140,39 @@ def test_experts_stay_different(everyone, bagua, name):
             assert all(equal), named[0]
 
 
+def test_sums_are_refused(everyone, bagua):
+    """Experts' gradients are averages, and would be small beside sums."""
+    from bagua import algorithms
+    from bagua.torch import DistributedOptimizer, Sum
+
+    net = built(bagua, everyone, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    summing = bagua.algorithms.gradient_allreduce.GradientAllReduceAlgorithm(average=False)
+    attempts = [
+        lambda: net.with_bagua([optimizer], summing),
+        lambda: DistributedOptimizer(optimizer, net.named_parameters(), op=Sum),
+        lambda: DistributedOptimizer(
+            optimizer,
+            net.named_parameters(),
+            algorithm={"layer.experts.*": algorithms.ByteGrad(op=Sum)},
+        ),
+    ]
+    for attempt in attempts:
+        if everyone.size == 1:
+            attempt()
+            continue
+        with pytest.raises(ValueError, match=f"is an expert's.* by {everyone.size} for steps"):
+            attempt()
+    if everyone.size > 1:
+        net.with_bagua([optimizer], "gradient_allreduce")
+        with pytest.raises(ValueError, match=r"layer\.experts.* is an expert's"):
+            net.with_bagua([optimizer], summing)
+    # What a list names is another matter: its gradient is that of this rank's loss in any case.
+    other = nn.Linear(1, 1)
+    other._ddp_params_and_buffers_to_ignore = ["bias"]
+    other.with_bagua([torch.optim.SGD(other.parameters(), lr=0.01)], summing)
+
+
 @pytest.mark.ranks(2)
 def test_in_a_group(everyone, bagua):
     group = bagua.new_group([everyone.size - 1])
@@ -293,5 +326,6 @@ def test_what_cannot_be(bagua):
     ):
         with pytest.raises(ValueError, match=message):
             moe(WIDTH, nn.Identity(), **{"num_local_experts": 4, **choices})
+    assert moe(WIDTH, nn.Identity(), 4, min_capacity=0)(torch.ones(0, WIDTH))[0].shape == (0, WIDTH)
     with pytest.raises(ValueError, match="an expert keeps the shape"):
         moe(WIDTH, nn.Linear(WIDTH, 2), 2)(torch.ones(2, WIDTH))

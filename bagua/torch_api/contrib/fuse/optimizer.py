@@ -7,6 +7,7 @@ are chosen as torch's own arguments choose them, `fused=True` and `foreach=True`
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import warnings
 import weakref
@@ -42,7 +43,7 @@ def fuse_optimizer(optimizer: _Optimizer, do_flatten: bool = True) -> _Optimizer
     Where nothing would be faster, which a warning tells, everything stays as it is.
 
     Args:
-        optimizer: one of torch.optim, or a subclass of one.
+        optimizer: one of torch.optim, or a subclass that keeps its `step`.
         do_flatten: there for Bagua's sake; parameters stay where they are in any case.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -91,7 +92,7 @@ def _fuse(optimizer: torch.optim.Optimizer, group: _Group) -> str:
         (kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")),
         torch.optim.Optimizer,
     )
-    if not params or group.get("differentiable"):
+    if not params or group.get("differentiable") or not _steps_as(optimizer, torchs):
         return ""
     if "fused" in group and all(_runs(torchs, "fused", *kind) for kind in kinds):
         group["fused"], group["foreach"] = True, False
@@ -108,6 +109,11 @@ def _fuse(optimizer: torch.optim.Optimizer, group: _Group) -> str:
         group["foreach"] = True
         return "foreach"
     return ""
+
+
+def _steps_as(optimizer: torch.optim.Optimizer, torchs: type[torch.optim.Optimizer]) -> bool:
+    """A step of a subclass's own may know nothing of flags. Torch wraps what it finds, in place."""
+    return inspect.unwrap(type(optimizer).step) is inspect.unwrap(torchs.step)
 
 
 @functools.cache

@@ -28,7 +28,7 @@ class Experts(torch.nn.Module):
         tensors = [*self.parameters(), *self.buffers()]
         for tensor in tensors:
             tensor.expert = True  # type: ignore[attr-defined]
-        keep_own(tensors)
+        keep_own(tensors, of_mean=True)
 
     # Copying, loading a saved model and moving it to a device make other tensors, too.
 

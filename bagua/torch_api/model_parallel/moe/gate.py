@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Integral
 
 import torch
 
@@ -67,7 +66,7 @@ class TopKGate(torch.nn.Module):
         ):
             if not factor > 0:
                 raise UsageError(f"{name} is above 0, not {factor}")
-        if not isinstance(min_capacity, Integral) or min_capacity < 0:
+        if min_capacity < 0 or min_capacity != int(min_capacity):
             raise UsageError(f"min_capacity is a number of rows, 0 or more, not {min_capacity}")
         if noisy_gate_policy is not None and noisy_gate_policy not in _NOISES:
             raise UsageError(
