@@ -389,7 +389,7 @@ def test_when_our_server_cannot_be_reached_nobody_is_told_to_start_one(bagua, mo
 
     monkeypatch.setattr(redis_store, "RedisServer", Unreachable)
     with pytest.raises(ValueError, match=r"rank 0 has started it: .* network_interfaces") as told:
-        CacheLoader("redis", capacity_per_node=2**23)
+        CacheLoader("redis", capacity_per_node=2**23 + 1)
     assert "leave hosts out" not in str(told.value)
     redis_store._server.cache_clear()
 

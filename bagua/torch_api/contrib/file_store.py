@@ -54,7 +54,7 @@ class FileStore:
 
     def agree(self, fact: str) -> str:
         path = self._folder / "fact"
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
             if kept := path.read_text():
                 return kept
         self._try_to_write(path, fact.encode())

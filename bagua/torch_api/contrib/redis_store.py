@@ -153,11 +153,12 @@ class RedisStore:
 
 def _started(share: bool, capacity: int) -> tuple[str, dict[int, list[Address]]]:
     """A word that no other store has, and by rank the servers to ask, each by its addresses."""
+    starts = get_local_rank() == 0  # first: this starts the engine if need be
     several = len(set(allgather_object(machine()))) > 1
     mine, problem = None, None
     try:  # all that can fail here: the others wait for us
         _client_library()
-        if get_local_rank() == 0:
+        if starts:
             mine = _server_here(capacity, several and share).addresses
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
@@ -202,8 +203,14 @@ def _answering(found: Sequence[Address], remedy: str) -> Address:
 
 
 def _client(address: Address) -> Any:
-    limits = {"socket_connect_timeout": _CONNECT_TIMEOUT_S, "socket_timeout": _ANSWER_TIMEOUT_S}
-    return _client_library().Redis(**{**limits, **address})
+    redis = _client_library()
+    defaults = {
+        "socket_connect_timeout": _CONNECT_TIMEOUT_S,
+        "socket_timeout": _ANSWER_TIMEOUT_S,
+        # Once, for a server that was started again; newer clients would try for seconds.
+        "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 1),
+    }
+    return redis.Redis(**{**defaults, **address})
 
 
 def _said(address: Address) -> str:
