@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import pickle
 import sys
 import time
 from pathlib import Path
@@ -204,6 +205,32 @@ def test_files_that_find_no_room(bagua, tmp_path, monkeypatch):
     assert not [path for path in tmp_path.rglob("tmp*") if path.is_file()]
 
 
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("data", [b"", b"\x80", b"\x80\x05cnowhere\nX\n."])
+def test_a_file_that_cannot_be_read_is_made_again(bagua, tmp_path, data):
+    cache = CacheLoader("files", "broken", folder=tmp_path)
+    for key in range(2):
+        cache.get(key, str)
+        cache.store._path(str(key)).write_bytes(data)
+    with pytest.warns(UserWarning, match="cannot be read.*; it is made again") as caught:
+        assert [cache.get(key, str) for key in range(2)] == ["0", "1"]
+    assert len(caught) == 1
+    assert [cache.get(key, None) for key in range(2)] == ["0", "1"]
+
+
+@pytest.mark.ranks(1)
+def test_what_killed_workers_left_is_removed(bagua, tmp_path):
+    store = FileStore("left", tmp_path)
+    store.put({"kept": b"1"})
+    old, young = (store._folder / name for name in ("tmpold", "tmpyoung"))
+    for file in (old, young, store._path("kept")):
+        file.write_bytes(b"1")
+    for file in (old, store._path("kept")):
+        os.utime(file, (1, 1))
+    assert FileStore("left", tmp_path).get("kept") == b"1"
+    assert [old.exists(), young.exists()] == [False, True]
+
+
 @needs_redis
 @pytest.mark.ranks(1)
 def test_values_are_spread_over_given_servers(bagua, redis):
@@ -229,6 +256,29 @@ def test_values_are_spread_over_given_servers(bagua, redis):
 
 @needs_redis
 @pytest.mark.ranks(1)
+@pytest.mark.parametrize("listen", [(), ["127.0.0.1"]])
+def test_a_server_that_is_lost_is_a_cache_that_forgets(bagua, listen):
+    server = RedisServer(2**24, listen)
+    cache = CacheLoader("redis", "lost", hosts=server.addresses)
+    assert cache.get(1, str) == "1"
+    server.close()
+
+    def ask() -> None:
+        assert cache.get(1, lambda key: "again") == "again"
+        assert cache.get(2, str) == "2"
+        cache.store._lost_until = dict.fromkeys(cache.store._lost_until, 0.0)
+        assert cache.get(3, str) == "3"  # asks once more
+        assert cache.num_keys() == 0
+
+    with pytest.warns(UserWarning, match=r"redis at .* is lost: ") as caught:
+        ask()
+    assert len(caught) == 1
+    worker = pickle.loads(pickle.dumps(cache))
+    assert worker.get(1, str) == "1"
+
+
+@needs_redis
+@pytest.mark.ranks(1)
 def test_a_full_server_forgets(bagua):
     cache = CacheLoader("redis", capacity_per_node=8 * 2**20)
     values = {key: os.urandom(2**17) for key in range(160)}
@@ -240,7 +290,10 @@ def test_a_full_server_forgets(bagua):
 
 @needs_redis
 @pytest.mark.ranks(1)
-def test_a_server_that_must_not_forget(bagua):
+@pytest.mark.parametrize("client", ["this", "older"])
+def test_a_server_that_must_not_forget(bagua, redis, monkeypatch, client):
+    if client == "older":  # redis-py 4.5
+        monkeypatch.delattr(redis.exceptions, "OutOfMemoryError", raising=False)
     server = RedisServer(4 * 2**20)
     cache = CacheLoader("redis", "kept", hosts=server.addresses)
     cache.store._clients[0].config_set("maxmemory-policy", "noeviction")
@@ -336,7 +389,7 @@ def test_when_our_server_cannot_be_reached_nobody_is_told_to_start_one(bagua, mo
 
     monkeypatch.setattr(redis_store, "RedisServer", Unreachable)
     with pytest.raises(ValueError, match=r"rank 0 has started it: .* network_interfaces") as told:
-        CacheLoader("redis", capacity_per_node=2**23)
+        CacheLoader("redis", capacity_per_node=2**23 + 1)
     assert "leave hosts out" not in str(told.value)
     redis_store._server.cache_clear()
 

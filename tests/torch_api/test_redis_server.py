@@ -92,3 +92,15 @@ def test_a_job_that_fails_leaves_no_file(tmp_path, how):
     )
     assert done.returncode not in (0, 2), done.stderr
     assert not list(tmp_path.rglob("bagua-redis-*"))
+
+
+def test_a_cache_starts_the_engine_if_need_be():
+    program = (
+        "from bagua.torch_api.contrib import CacheLoader\n"
+        "cache = CacheLoader('redis', capacity_per_node=2**24)\n"
+        "print(cache.get(1, str), cache.num_keys())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["1", "1"], done.stderr

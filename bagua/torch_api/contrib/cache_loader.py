@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable, Mapping
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
@@ -69,6 +70,7 @@ class CacheLoader:
         self.writer_buffer_size = writer_buffer_size
         self.store = STORES[backend](dataset_name, **kwargs)
         self._unwritten: dict[str, bytes] = {}
+        self._warned = False
         self._at_end: Finalize | None = None  # of the process that has loaded something last
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,7 +84,10 @@ class CacheLoader:
         if data is None:
             data = self.store.get(name)
         if data is not None:
-            return pickle.loads(data)
+            try:
+                return pickle.loads(data)
+            except Exception as error:  # cut short, or of a class that is no more
+                self._warn_of_unreadable(name, error)
         value = load_fn(key)
         self._unwritten[name] = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         if len(self._unwritten) >= self.writer_buffer_size:
@@ -91,6 +96,15 @@ class CacheLoader:
             arguments = (self.store, self._unwritten)
             self._at_end = Finalize(self, _write, arguments, exitpriority=0)
         return value
+
+    def _warn_of_unreadable(self, name: str, error: Exception) -> None:
+        if not self._warned:
+            warnings.warn(
+                f"the cached value of {name} cannot be read ({type(error).__name__}: {error}); it "
+                "is made again, as others will be",
+                stacklevel=3,
+            )
+        self._warned = True
 
     def flush(self) -> None:
         """Writes what has been loaded here and not written yet."""

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,8 @@ from urllib.parse import quote
 from bagua.common.errors import UsageError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_UNFINISHED = "tmp"
+_LEFTOVER_S = 3600  # nobody writes one value for so long
 
 
 class FileStore:
@@ -34,6 +37,7 @@ class FileStore:
         self._folder = Path(folder) / quote(f"{name}.cache", safe="")
         self._folder.mkdir(parents=True, exist_ok=True)
         self._full = False
+        self._remove_leftovers()
 
     def get(self, key: str) -> bytes | None:
         try:
@@ -50,7 +54,7 @@ class FileStore:
 
     def agree(self, fact: str) -> str:
         path = self._folder / "fact"
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
             if kept := path.read_text():
                 return kept
         self._try_to_write(path, fact.encode())
@@ -59,6 +63,13 @@ class FileStore:
     def _path(self, key: str) -> Path:
         name = hashlib.sha256(key.encode()).hexdigest()
         return self._folder / name[:2] / name  # few files in one folder
+
+    def _remove_leftovers(self) -> None:
+        """Of workers that were killed while they wrote."""
+        for path in self._folder.glob(f"{_UNFINISHED}*"):
+            with contextlib.suppress(FileNotFoundError):  # another rank does the same
+                if path.stat().st_mtime < time.time() - _LEFTOVER_S:
+                    path.unlink()
 
     def _try_to_write(self, path: Path, data: bytes) -> None:
         """Unless there is no room."""
@@ -75,7 +86,7 @@ class FileStore:
     def _write(self, path: Path, data: bytes) -> None:
         """All of it or nothing: others may look for it now."""
         path.parent.mkdir(exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=self._folder)
+        descriptor, name = tempfile.mkstemp(prefix=_UNFINISHED, dir=self._folder)
         try:
             with open(descriptor, "wb") as file:
                 file.write(data)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
+import time
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -19,6 +20,7 @@ from bagua.torch_api.world import get_local_rank
 
 _CONNECT_TIMEOUT_S = 10
 _ANSWER_TIMEOUT_S = 30
+_LOST_S = 60  # before a server that was lost is asked again
 _AT_ONCE = 1000  # keys that a server looks at before it answers others, when they are counted
 
 Address = Mapping[str, Any]
@@ -74,6 +76,7 @@ class RedisStore:
         self._prefix = f"{name}:"  # no name begins like another one
         self._fact = f"{name}/fact"
         self._full = False
+        self._lost_until: dict[int, float] = {}  # by server, a time.monotonic()
         self._clients = [_client(address) for address in self._addresses]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -86,7 +89,7 @@ class RedisStore:
 
     def get(self, key: str) -> bytes | None:
         name = self._prefix + key
-        found: bytes | None = self._clients[self._number(name)].get(name)
+        found: bytes | None = self._ask(self._number(name), lambda client: client.get(name))
         return found
 
     def put(self, values: Mapping[str, bytes]) -> None:
@@ -95,26 +98,53 @@ class RedisStore:
             name = self._prefix + key
             by_server.setdefault(self._number(name), {})[name] = data
         for number, some in by_server.items():
-            try:
-                self._clients[number].mset(some)
-            except _client_library().exceptions.OutOfMemoryError:
-                if not self._full:
-                    warnings.warn(
-                        f"redis at {_said(self._addresses[number])} is full and forgets nothing "
-                        "(see its maxmemory-policy); the rest is not cached",
-                        stacklevel=2,
-                    )
-                self._full = True
+            self._ask(number, functools.partial(self._write, number, some))
+
+    def _write(self, number: int, values: dict[str, bytes], client: Any) -> None:
+        try:
+            client.mset(values)
+        except _client_library().exceptions.ResponseError as error:
+            if "maxmemory" not in str(error):  # older clients have no class for it
+                raise
+            if not self._full:
+                warnings.warn(
+                    f"redis at {_said(self._addresses[number])} is full and forgets nothing (see "
+                    "its maxmemory-policy); the rest is not cached",
+                    stacklevel=4,
+                )
+            self._full = True
 
     def count(self) -> int:
-        found = (client.scan_iter(f"{self._prefix}*", count=_AT_ONCE) for client in self._clients)
-        return sum(1 for keys in found for _ in keys)
+        def keys(client: Any) -> int:
+            return sum(1 for _ in client.scan_iter(f"{self._prefix}*", count=_AT_ONCE))
+
+        return sum(self._ask(number, keys) or 0 for number in range(len(self._clients)))
 
     def agree(self, fact: str) -> str:
-        client = self._clients[self._number(self._fact)]
-        client.set(self._fact, fact, nx=True)
-        kept: bytes | None = client.get(self._fact)
+        def first(client: Any) -> bytes | None:
+            client.set(self._fact, fact, nx=True)
+            kept: bytes | None = client.get(self._fact)
+            return kept
+
+        kept = self._ask(self._number(self._fact), first)
         return fact if kept is None else kept.decode()
+
+    def _ask(self, number: int, question: Callable[[Any], Any]) -> Any:
+        """None from a server that is lost: a cache may forget, and training goes on."""
+        if time.monotonic() < self._lost_until.get(number, 0.0):
+            return None
+        exceptions = _client_library().exceptions
+        try:
+            return question(self._clients[number])
+        except (exceptions.ConnectionError, exceptions.TimeoutError) as error:
+            if number not in self._lost_until:
+                warnings.warn(
+                    f"redis at {_said(self._addresses[number])} is lost: {error}; what it had is "
+                    "made again",
+                    stacklevel=4,
+                )
+            self._lost_until[number] = time.monotonic() + _LOST_S
+            return None
 
     def _number(self, name: str) -> int:
         """Which server; the same in every process."""
@@ -123,11 +153,12 @@ class RedisStore:
 
 def _started(share: bool, capacity: int) -> tuple[str, dict[int, list[Address]]]:
     """A word that no other store has, and by rank the servers to ask, each by its addresses."""
+    starts = get_local_rank() == 0  # first: this starts the engine if need be
     several = len(set(allgather_object(machine()))) > 1
     mine, problem = None, None
     try:  # all that can fail here: the others wait for us
         _client_library()
-        if get_local_rank() == 0:
+        if starts:
             mine = _server_here(capacity, several and share).addresses
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
@@ -172,8 +203,14 @@ def _answering(found: Sequence[Address], remedy: str) -> Address:
 
 
 def _client(address: Address) -> Any:
-    limits = {"socket_connect_timeout": _CONNECT_TIMEOUT_S, "socket_timeout": _ANSWER_TIMEOUT_S}
-    return _client_library().Redis(**{**limits, **address})
+    redis = _client_library()
+    defaults = {
+        "socket_connect_timeout": _CONNECT_TIMEOUT_S,
+        "socket_timeout": _ANSWER_TIMEOUT_S,
+        # Once, for a server that was started again; newer clients would try for seconds.
+        "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 1),
+    }
+    return redis.Redis(**{**defaults, **address})
 
 
 def _said(address: Address) -> str:
