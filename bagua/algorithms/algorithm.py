@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
-from bagua.algorithms.exchange import LOSSY, TIMES, Exchange
+from bagua.algorithms.exchange import CODECS, LOSSY, TIMES, Exchange
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 
@@ -175,5 +175,7 @@ def find(algorithm: str | Algorithm) -> Algorithm:
     if algorithm in _REGISTRY:
         return _REGISTRY[algorithm]()
     near = difflib.get_close_matches(str(algorithm), _REGISTRY, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    if algorithm in CODECS:
+        hint = f", which is a codec: Algorithm(codec={algorithm!r}) sends through it"
     raise UsageError(f"unknown algorithm {algorithm!r}{hint}; known: {', '.join(names())}")

@@ -127,7 +127,10 @@ class Config:
         choices=("trace", "debug", "info", "warning", "error"),
     )
     algorithm: str = _setting(
-        "gradient_allreduce", "algorithm of a DistributedOptimizer that names none", agree=True
+        "gradient_allreduce",
+        "algorithm of a DistributedOptimizer that names none: bytegrad, topk, local_sgd or another "
+        "of docs/algorithms.md",
+        agree=True,
     )
     check_replicas_every: float = _setting(
         0.0,

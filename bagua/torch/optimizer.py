@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Optional, Union
@@ -94,6 +95,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._overflows: Any = 0.0  # the sum of squares of steps in which a GradScaler found one
         self._loaded: dict[str, Any] | None = None  # of an algorithm that comes with the next step
         self._algorithm = self._checked(algorithm or world().config.algorithm)
+        self._tell_what_is_exact()
         self._driver: Driver = self._driver_of(self._algorithm.at(0))
         self.set_backward_passes_per_step(backward_passes_per_step)
 
@@ -202,6 +204,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if wanted.at(0).what in ("grad", "momentum"):
             self._refuse_scales_that_differ()
         self._algorithm = wanted
+        self._tell_what_is_exact()
         self._since = self._step
         self._resting = False
         self._catch_up()
@@ -230,6 +233,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._resting = resting  # also if it is to begin only after a warm-up
         if isinstance(self._driver, Background):
             self._driver.resting = resting
+
+    def _tell_what_is_exact(self) -> None:
+        """Who tries an algorithm on one machine should know that it is another one there."""
+        chosen, group = self._algorithm, self._process_set
+        counts = chosen.hierarchical and (chosen.codec != "raw" or chosen.peers != "all")
+        if not counts or group.size() < 2 or world().rank != group.ranks[0]:
+            return
+        if world().engine.node_count(group._id()) == 1:
+            warnings.warn(
+                f"all ranks share a machine, where {chosen.name or 'this algorithm'} is exact: its "
+                "codec and its peers count between machines. To have them here, too, give it "
+                "hierarchical=False, or let ranks exchange messages (bagua-run --transport mpi)",
+                stacklevel=4,
+            )
 
     def _refuse_scales_that_differ(self) -> None:
         """Where each rank unscales by itself, each has a scale of its own in time."""

@@ -84,6 +84,8 @@ std::shared_ptr<char> Engine::allocate(size_t nbytes) {
 }
 
 // Nodes of several ranks each work in memory that all of the node see, while they send.
+size_t Engine::node_count(int32_t set) { return bagua::node_count(*transport_, ranks_of(set)); }
+
 bool Engine::exchanges_anywhere(int32_t set) {
   return !on_shared_nodes(*transport_, ranks_of(set));
 }

@@ -70,6 +70,8 @@ class Engine {
 
   // Whether an allreduce of this process set takes as long for memory that only this process sees.
   bool exchanges_anywhere(int32_t set);
+  // How many machines its ranks are on; those that share no memory count as a machine each.
+  size_t node_count(int32_t set);
 
   // Ranks of a process set; throws UsageError when there is none or this rank is not in it.
   std::vector<int> ranks_of(int32_t set);

@@ -230,7 +230,8 @@ void Ledger::settle_bits(int32_t set, int32_t id) {
     decision(set).rejections.push_back(
         {{entry.name, 0},
          gone.empty() ? ErrorKind::kUsage : ErrorKind::kPeer,
-         entry.name + ": " + problem + " and takes no part in this " + kind_name(kind),
+         entry.name + ": " + problem + " and takes no part in this " + kind_name(kind) +
+             (gone.empty() ? "" : "; did it have fewer batches? It should call join() then"),
          s.with_bit(id)});
   }
   for (int m = 0; m < static_cast<int>(s.ranks.size()); ++m) s.clear_bit(m, id);

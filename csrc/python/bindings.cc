@@ -164,6 +164,7 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("rank", &Engine::rank)
       .def_property_readonly("size", &Engine::size)
       .def("exchanges_anywhere", &Engine::exchanges_anywhere)
+      .def("node_count", &Engine::node_count)
       .def("allocate",
            [](Engine& e, int64_t nbytes) {
              return std::make_shared<Memory>(

@@ -40,11 +40,17 @@ class Transport {
   virtual bool abort() = 0;
 };
 
-// Whether these ranks are on several nodes, one of which has several of them.
-inline bool on_shared_nodes(const Transport& transport, const std::vector<int>& ranks) {
+// How many there are of those that share memory.
+inline size_t node_count(const Transport& transport, const std::vector<int>& ranks) {
   std::set<int> nodes;
   for (const int rank : ranks) nodes.insert(transport.node_of(rank));
-  return nodes.size() > 1 && nodes.size() < ranks.size();
+  return nodes.size();
+}
+
+// Whether these ranks are on several nodes, one of which has several of them.
+inline bool on_shared_nodes(const Transport& transport, const std::vector<int>& ranks) {
+  const size_t nodes = node_count(transport, ranks);
+  return nodes > 1 && nodes < ranks.size();
 }
 
 // How a thread passes the time until a message is there: spin, yield, sleep. pause() throws when

@@ -262,3 +262,23 @@ def test_what_does_not_travel_is_looked_at(everyone, hvd, setting, name):
     skips = travel or everyone.me == last
     assert torch.equal(params[1], before - (2 if skips else 3))
     assert all(param.isfinite().all() for param in params)
+
+
+def test_what_is_exact_on_one_machine_is_said(everyone, hvd):
+    param = nn.Parameter(torch.zeros(5000, 2))
+    sgd = torch.optim.SGD([param], lr=1.0)
+    for algorithm, says in {
+        "bytegrad": True,
+        "gradient_allreduce": False,
+        "local_sgd": False,
+    }.items():
+        with warnings.catch_warnings(record=True) as w:
+            warnings.simplefilter("always")
+            hvd.DistributedOptimizer(sgd, algorithm=algorithm)
+        words = [str(warning.message) for warning in w if "share a machine" in str(warning.message)]
+        assert bool(words) == (says and everyone.size > 1 and everyone.me == 0)
+        assert all("bytegrad is exact" in said for said in words)
+    with pytest.raises(
+        hvd.UsageError, match=r"'sign1', which is a codec: Algorithm\(codec='sign1'\)"
+    ):
+        hvd.DistributedOptimizer(sgd, algorithm="sign1")
