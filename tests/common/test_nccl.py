@@ -16,6 +16,7 @@ FUNCTIONS = [
     "CommGetAsyncError",
     "CommFinalize",
     "CommAbort",
+    "CommDestroy",
     "GroupStart",
     "GroupEnd",
     "AllReduce",
