@@ -1,6 +1,8 @@
 #include "engine/outcome.h"
 
 #include <algorithm>
+#include <mutex>
+#include <utility>
 
 namespace bagua {
 
@@ -19,7 +21,12 @@ Outcome::Outcome(Group& group)
 Outcome::~Outcome() {
   const auto under_way = [](const Letter& letter) { return letter.ticket >= 0; };
   for (auto* letters : {&heard_, &said_})
-    if (std::any_of((*letters)->begin(), (*letters)->end(), under_way)) letters->release();
+    if (std::any_of((*letters)->begin(), (*letters)->end(), under_way)) {
+      static std::mutex mutex;
+      static auto* kept = new std::vector<std::unique_ptr<std::vector<Letter>>>;
+      std::lock_guard<std::mutex> lock(mutex);
+      kept->push_back(std::move(*letters));
+    }
 }
 
 bool Outcome::failed() {
