@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -12,6 +11,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import numpy as np
 
 from bagua.algorithms.exchange import CODECS, LOSSY, TIMES, Exchange
+from bagua.common.config import nearest
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 
@@ -174,8 +174,7 @@ def find(algorithm: str | Algorithm) -> Algorithm:
         return algorithm
     if algorithm in _REGISTRY:
         return _REGISTRY[algorithm]()
-    near = difflib.get_close_matches(str(algorithm), _REGISTRY, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
     if algorithm in CODECS:
-        hint = f", which is a codec: Algorithm(codec={algorithm!r}) sends through it"
-    raise UsageError(f"unknown algorithm {algorithm!r}{hint}; known: {', '.join(names())}")
+        raise UsageError(f"{algorithm!r} is a codec: use Algorithm(codec={algorithm!r})")
+    hint = nearest(str(algorithm), _REGISTRY)
+    raise UsageError(f"unknown algorithm {algorithm!r}; known: {', '.join(names())}{hint}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bagua.common.config import nearest
+from bagua.common.config import check_one_of, nearest
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 
@@ -54,12 +54,7 @@ class Exchange:
             ("peers", PEERS),
             ("values", VALUE_CODECS),
         ):
-            value = getattr(self, field)
-            if value not in known:
-                raise UsageError(
-                    f"{field}={value!r} is unknown; known: {', '.join(known)}"
-                    f"{nearest(str(value), known)}"
-                )
+            check_one_of(field, getattr(self, field), known)
         if self.when not in TIMES[self.what]:
             times = TIMES[self.what]
             raise UsageError(

@@ -223,6 +223,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
+def check_one_of(what: str, value: Any, known: Iterable[str]) -> None:
+    """Refuses a value that is none of these, and says which there are.
+
+    >>> check_one_of("peers", "all", ["all", "ring"])
+    """
+    known = list(known)
+    if value not in known:
+        raise UsageError(
+            f"{what}={value!r} is unknown; known: {', '.join(known)}{nearest(str(value), known)}"
+        )
+
+
 def _checked(setting: Field[Any], value: Any, source: str) -> Value:
     """The value as the setting's own type, in its range."""
     if isinstance(setting.default, bool):

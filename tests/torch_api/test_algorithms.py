@@ -76,7 +76,7 @@ def test_async_model_average(bagua):
     kind = bagua.algorithms.async_model_average.AsyncModelAverageAlgorithm
     assert kind().made() == AsyncModelAverage(sync_interval_ms=500)
     assert kind("all", 20, 3).made() == AsyncModelAverage(sync_interval_ms=20, warmup_steps=3)
-    with pytest.raises(ValueError, match="peer_selection_mode='shift_one' is not known"):
+    with pytest.raises(ValueError, match="peer_selection_mode='shift_one' is unknown"):
         kind("shift_one")
 
 
@@ -121,9 +121,9 @@ WRONG = {
     "decentralized": [
         (
             {"peer_selection_mode": "shift-one"},
-            "='shift-one' is not known; did you mean 'shift_one'",
+            "='shift-one' is unknown; known: .*; did you mean 'shift_one'",
         ),
-        ({"peer_selection_mode": ["all"]}, r"peer_selection_mode=\['all'\] is not known"),
+        ({"peer_selection_mode": ["all"]}, r"peer_selection_mode=\['all'\] is unknown"),
         ({"communication_interval": 0}, "interval is a number of steps, at least 1, not 0"),
         ({"communication_interval": "2"}, "interval is a number of steps, at least 1, not '2'"),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Sequence
 from numbers import Real
 from typing import Any, Union
 
@@ -63,8 +62,8 @@ class Algorithm:
         """The algorithm of that name: `Algorithm.init("bytegrad", average=False)`."""
         if not isinstance(name, str) or name not in _KNOWN:
             raise UsageError(
-                f"unknown algorithm {name!r}{nearest(str(name), _KNOWN)}; known: "
-                f"{', '.join(sorted(_KNOWN))}"
+                f"unknown algorithm {name!r}; known: {', '.join(sorted(_KNOWN))}"
+                f"{nearest(str(name), _KNOWN)}"
             )
         module, kind = _KNOWN[name]
         home = importlib.import_module(f"bagua.torch_api.algorithms.{module}")
@@ -76,15 +75,6 @@ class Algorithm:
                 )
         algorithm: Algorithm = made_by(**arguments)
         return algorithm
-
-
-def one_of(argument: str, value: Any, known: Sequence[str]) -> None:
-    """Refuses what is none of these."""
-    if value not in known:
-        raise UsageError(
-            f"{argument}={value!r} is not known{nearest(str(value), known)}; known: "
-            f"{', '.join(known)}"
-        )
 
 
 AnyAlgorithm = Union[Algorithm, algorithms.Algorithm, str]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from bagua import algorithms
-from bagua.torch_api.algorithms.algorithm import Algorithm, one_of
+from bagua.common.config import check_one_of
+from bagua.torch_api.algorithms.algorithm import Algorithm
 from bagua.torch_api.training import distributed_optimizers
 
 
@@ -20,7 +21,7 @@ class AsyncModelAverageAlgorithm(Algorithm):
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        one_of("peer_selection_mode", self.peer_selection_mode, ["all"])
+        check_one_of("peer_selection_mode", self.peer_selection_mode, ["all"])
         super().__post_init__()
 
     def made(self) -> algorithms.Algorithm:

@@ -8,8 +8,9 @@ from typing import Any
 
 from bagua import algorithms
 from bagua.algorithms.exchange import PEERS
+from bagua.common.config import check_one_of
 from bagua.common.errors import UsageError
-from bagua.torch_api.algorithms.algorithm import Algorithm, one_of
+from bagua.torch_api.algorithms.algorithm import Algorithm
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class DecentralizedAlgorithm(Algorithm):
     communication_interval: int = 1
 
     def __post_init__(self) -> None:
-        one_of("peer_selection_mode", self.peer_selection_mode, PEERS)
+        check_one_of("peer_selection_mode", self.peer_selection_mode, PEERS)
         _check(self.communication_interval)
         super().__post_init__()
 

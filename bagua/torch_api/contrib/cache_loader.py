@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
-from bagua.common.config import nearest
+from bagua.common.config import check_one_of
 from bagua.common.errors import UsageError
 from bagua.torch_api.contrib.file_store import FileStore
 from bagua.torch_api.contrib.redis_store import RedisStore
@@ -58,11 +58,7 @@ class CacheLoader:
         writer_buffer_size: int = 1,
         **kwargs: Any,
     ) -> None:
-        if backend not in STORES:
-            raise UsageError(
-                f"backend={backend!r} is not known{nearest(str(backend), STORES)}; known: "
-                f"{', '.join(STORES)}"
-            )
+        check_one_of("backend", backend, STORES)
         if isinstance(writer_buffer_size, bool) or not isinstance(writer_buffer_size, int):
             raise UsageError(f"writer_buffer_size is a number, not {writer_buffer_size!r}")
         if writer_buffer_size < 1:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bagua.common.config import nearest
+from bagua.common.config import check_one_of
 from bagua.common.errors import UsageError
 
 _NOISES = ("RSample", "Jitter")
@@ -68,11 +68,8 @@ class TopKGate(torch.nn.Module):
                 raise UsageError(f"{name} is above 0, not {factor}")
         if min_capacity < 0 or min_capacity != int(min_capacity):
             raise UsageError(f"min_capacity is a number of rows, 0 or more, not {min_capacity}")
-        if noisy_gate_policy is not None and noisy_gate_policy not in _NOISES:
-            raise UsageError(
-                f"noisy_gate_policy={noisy_gate_policy!r} is not known"
-                f"{nearest(str(noisy_gate_policy), _NOISES)}; known: None, {', '.join(_NOISES)}"
-            )
+        if noisy_gate_policy is not None:
+            check_one_of("noisy_gate_policy", noisy_gate_policy, _NOISES)
         self.wg = torch.nn.Linear(model_dim, num_experts, bias=False)
         self.num_experts = num_experts
         self.k = k
