@@ -337,7 +337,8 @@ class FakeNccl {
 
   static inline std::atomic<int> calls_{0}, finalized_{0}, destroyed_{0}, together_{0};
   static inline std::mutex aborting_mutex_;
-  static inline std::map<void*, int> aborting_;  // by stream; aborting_mutex_
+  // By stream; aborting_mutex_. Never freed: an abort may still be under way when the process ends.
+  static inline auto& aborting_ = *new std::map<void*, int>;
   static inline std::atomic<NcclResult> fails_{NcclResult::kSuccess};
   static inline std::atomic<bool> lonely_{false}, held_{false};
   static inline std::atomic<Says> says_{Says::kAtOnce};
