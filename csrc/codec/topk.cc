@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "codec/blocks.h"
 #include "codec/format.h"
@@ -14,70 +15,57 @@ constexpr int kChunk = static_cast<int>(TopK::kChunk);
 // Counted in whole vectors: what follows the end must be there, and -1.
 constexpr int kGroup = 32;
 
+// A chunk's values by turns, to look for a bound; powers of two.
+constexpr int kFewestGroups = 64, kMostGroups = 1024;
+
 [[gnu::always_inline]] inline int count_from(const int32_t* magnitudes, int n, int32_t least) {
-  int32_t reach = 0;
+  int32_t reach[kGroup] = {};
   for (int i = 0; i < n; i += kGroup)
-    for (int j = 0; j < kGroup; ++j) reach += magnitudes[i + j] >= least ? 1 : 0;
-  return reach;
+    for (int j = 0; j < kGroup; ++j) reach[j] += magnitudes[i + j] >= least ? 1 : 0;
+  return std::accumulate(reach, reach + kGroup, 0);
 }
 
-// A place on the line of magnitudes, and how many are there or above.
-struct Bound {
-  int32_t least;
-  int reach;
-};
-
-// Where from `kept` to `few` magnitudes are, or at least `kept` where equal ones leave no choice.
-// It is looked for from `bound` on, in steps that grow, then by halving.
-[[gnu::always_inline]] inline Bound reached(const int32_t* magnitudes, int n, int kept, int few,
-                                            Bound bound, int32_t step) {
-  constexpr int64_t kMost = int64_t{1} << 31;
-  int64_t low = 0, high = kMost;  // `kept` reach the one, and not the other
-  const auto fits = [&] { return bound.reach >= kept && bound.reach <= few; };
-  const auto look = [&](int64_t least) {
-    bound = {static_cast<int32_t>(least), count_from(magnitudes, n, static_cast<int32_t>(least))};
-  };
-  for (int64_t far = step;; far *= 4) {
-    if (fits()) return bound;
-    (bound.reach < kept ? high : low) = bound.least;
-    if (bound.reach < kept && low > 0) break;
-    if (bound.reach >= kept && high < kMost) break;
-    const int64_t next = bound.reach < kept ? high - far : low + far;
-    if (next <= low || next >= high) break;
-    look(next);
-  }
+// Of the numbers from `low` on, which at least `kept` magnitudes reach, below `high`, which fewer
+// reach: the greatest that at least `kept` reach, or one that at most `few` of them reach.
+[[gnu::always_inline]] inline int32_t reached(const int32_t* magnitudes, int n, int kept, int few,
+                                              int64_t low, int64_t high) {
   while (low + 1 < high) {
-    look(low + (high - low) / 2);
-    if (fits()) return bound;
-    (bound.reach < kept ? high : low) = bound.least;
+    const int64_t middle = low + (high - low) / 2;
+    const int reach = count_from(magnitudes, n, static_cast<int32_t>(middle));
+    (reach < kept ? high : low) = middle;
+    if (reach >= kept && reach <= few) break;
   }
-  if (bound.least != low) look(low);
-  return bound;
+  return static_cast<int32_t>(low);
 }
 
-// A chunk is often like the one before it: where to look for its candidates. Whatever it is, it
-// changes nothing but the speed.
-struct Guess {
-  int32_t threshold = 0;
-  int32_t margin = 1 << 20;
-
-  int32_t least() const { return threshold > margin ? threshold - margin : 0; }
-  // There were so many candidates, of which `kept` reach this threshold.
-  void learn(int32_t found, int reach, int kept) {
-    threshold = found;
-    if (reach >= kept) {
-      margin -= margin / 16;
-    } else if (margin < 1 << 22) {
-      margin *= 2;
-    }
-  }
+// What at least `kept` magnitudes of a chunk reach, and seldom many more: what so many maxima of a
+// few more groups reach. And what nothing reaches.
+struct Range {
+  int32_t low;
+  int64_t high;
 };
+[[gnu::always_inline]] inline Range likely_range(const int32_t* magnitudes, int kept) {
+  alignas(64) int32_t maxima[kMostGroups];
+  int groups = kFewestGroups;
+  const auto enough = [&] { return groups >= kept + kept / 3; };
+  while (!enough() && groups < kMostGroups) groups *= 2;
+  std::fill_n(maxima, groups, 0);
+  for (int i = 0; i < kChunk; i += kFewestGroups) {
+    const int32_t* const some = magnitudes + i;
+    int32_t* const so_far = maxima + i % groups;
+    for (int j = 0; j < kFewestGroups; ++j) so_far[j] = some[j] > so_far[j] ? some[j] : so_far[j];
+  }
+  const int64_t high = int64_t{*std::max_element(maxima, maxima + groups)} + 1;
+  const int few = kept + kept / 8;
+  const int32_t low = enough() ? reached(maxima, groups, kept, few, 0, high)
+                               : reached(magnitudes, kChunk, kept, few, 0, high);
+  return {low, high};
+}
 
 // The places of the `kept` largest magnitudes of a chunk of n values: of `in`, or of what `rest`
 // becomes when `in` is added.
 [[gnu::always_inline]] inline void select(const float* in, float* rest, int n, int kept,
-                                          uint16_t* places, Guess* guess) {
-  const int few = 4 * kept + 64;
+                                          uint16_t* places) {
   alignas(64) int32_t magnitudes[kChunk];
   if (rest) {
     for (int i = 0; i < n; ++i) rest[i] += in[i];
@@ -85,12 +73,10 @@ struct Guess {
   }
   for (int i = 0; i < n; ++i) magnitudes[i] = static_cast<int32_t>(float_bits(in[i]) & 0x7fffffffu);
   for (int i = n; i < kChunk; ++i) magnitudes[i] = -1;
-  Bound bound{guess->least(), 0};
-  const int first = bound.reach = count_from(magnitudes, kChunk, bound.least);
-  bound = reached(magnitudes, kChunk, kept, few, bound, guess->margin);
+  const Range range = likely_range(magnitudes, kept);
   // The candidates, and the greatest magnitude that `kept` of them reach.
   alignas(64) uint8_t reaches[kChunk];
-  for (int i = 0; i < kChunk; ++i) reaches[i] = magnitudes[i] >= bound.least ? 1 : 0;
+  for (int i = 0; i < kChunk; ++i) reaches[i] = magnitudes[i] >= range.low ? 1 : 0;
   alignas(64) uint8_t bits[kChunk / 8];
   pack<1>(reaches, kChunk, bits);
   uint16_t where[kChunk];
@@ -105,7 +91,7 @@ struct Guess {
     }
   }
   for (int i = 0; i < kGroup; ++i) some[count + i] = -1;
-  const int32_t low = reached(some, count, kept, kept, bound, guess->margin).least;
+  const int32_t low = reached(some, count, kept, kept, range.low, range.high);
   // Of those equal to it so many are taken.
   const int above = low < INT32_MAX ? count_from(some, count, low + 1) : 0;
   int equals = kept - above;
@@ -113,18 +99,16 @@ struct Guess {
     if (some[i] < low || (some[i] == low && equals-- <= 0)) continue;
     places[at++] = where[i];
   }
-  guess->learn(low, first, kept);
 }
 
-#define BAGUA_SELECT(isa, attribute)                                                           \
-  attribute void select_##isa(const float* in, float* rest, int n, int kept, uint16_t* places, \
-                              Guess* guess) {                                                  \
-    select(in, rest, n, kept, places, guess);                                                  \
+#define BAGUA_SELECT(isa, attribute)                                                             \
+  attribute void select_##isa(const float* in, float* rest, int n, int kept, uint16_t* places) { \
+    select(in, rest, n, kept, places);                                                           \
   }
 BAGUA_CLONES(BAGUA_SELECT)
 #define BAGUA_ENTRY(isa, attribute) select_##isa,
-constexpr void (*selects[kIsaCount])(const float*, float*, int, int, uint16_t*,
-                                     Guess*) = {BAGUA_CLONES(BAGUA_ENTRY)};
+constexpr void (*selects[kIsaCount])(const float*, float*, int, int,
+                                     uint16_t*) = {BAGUA_CLONES(BAGUA_ENTRY)};
 #undef BAGUA_ENTRY
 #undef BAGUA_SELECT
 
@@ -156,9 +140,7 @@ void encode_chunk(const Coding& coding, const float* in, float* rest, int64_t n,
                   char* to, Isa isa) {
   uint16_t places[kChunk];
   float values[kChunk];
-  thread_local Guess guess;
-  selects[static_cast<int>(isa)](in, rest, static_cast<int>(n), static_cast<int>(kept), places,
-                                 &guess);
+  selects[static_cast<int>(isa)](in, rest, static_cast<int>(n), static_cast<int>(kept), places);
   for (int64_t i = 0; i < kept; ++i) values[i] = (rest ? rest : in)[places[i]];
   std::memcpy(to, places, static_cast<size_t>(2 * kept));
   coding.values->encode(coding, values, kept, to + 2 * kept, isa);

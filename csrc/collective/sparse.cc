@@ -4,6 +4,8 @@
 // values takes fewer, what the codec keeps goes that way.
 #include "codec/codec.h"
 #include "collective/coded.h"
+#include "common/memory.h"
+#include "kernel/stream.h"
 
 namespace bagua {
 namespace {
@@ -27,14 +29,20 @@ void gather(Job& job, float* data, const std::vector<Stretch>& segments, int64_t
     for (int d = 1; d < n; ++d)
       sends.add(group.send(group.neighbor(d), mine, static_cast<size_t>(segment.nbytes)));
   }
+  // Of a large result a tile is added up in the caches, and copied past them.
+  const bool past = job.leaves && job.nbytes() >= kStreamNbytes;
+  alignas(kLineNbytes) float sum[kTile];
   auto arrival = arrivals.begin();
   for (const Stretch& segment : segments) {
     for (int d = 1; d < n; ++d) group.wait(*arrival++);
     for (const Stretch& tile : stretches(*job.coding, segment.begin, segment.count, kTile)) {
       std::vector<const char*> said;
       for (int i = 0; i < n; ++i) said.push_back(wires + i * nbytes + segment.at + tile.at);
-      job.coding->add_up(said, job.finish, tile.count, data + tile.begin);
+      float* const out = data + tile.begin;
+      job.coding->add_up(said, job.finish, tile.count, past ? sum : out);
+      if (past) stream_copy(out, sum, static_cast<size_t>(tile.count) * sizeof(float));
     }
+    if (past) stream_fence();
     group.touch(static_cast<size_t>(segment.count * 4));
     if (job.arrived) job.arrived(segment.begin, segment.count);
   }

@@ -143,7 +143,9 @@ TEST(Compressed, IsWhatOneLoopOverAllRanksGives) {
 
 TEST(Compressed, InSeveralSegments) { check(parse_coding("minmax_u8"), 2, 600001, true); }
 
-TEST(Compressed, MoreThanCachesHold) { check(parse_coding("minmax_u4"), 3, 2'200'001, true); }
+TEST(Compressed, MoreThanCachesHold) {
+  for (const char* codec : {"minmax_u4", "topk"}) check(parse_coding(codec), 3, 2'200'001, true);
+}
 
 // What n ranks together send for an allreduce of so many values.
 int64_t sent_by_all(const Coding& coding, int n, int64_t count) {
