@@ -300,6 +300,13 @@ def claim_place() -> None:
     os.environ["BAGUA_PLACE"] = claim
 
 
+# Settings of Open MPI's that are better than its own, unless somebody has chosen. Between machines
+# it asks before it sends messages of more than 64 KB, and an answer takes a while where all cores
+# compute. Nobody has to be asked for the segments of an exchange: their receives are posted.
+# bagua-run sets them, too: a program may start MPI before it comes to us.
+OPEN_MPI = {"OMPI_MCA_btl_tcp_eager_limit": "600000"}
+
+
 def suggest(variables: Mapping[str, str]) -> None:
     """Sets variables that other software will read, unless somebody has."""
     for name, value in variables.items():

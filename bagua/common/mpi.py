@@ -13,7 +13,7 @@ mpi4py.rc.finalize = False
 
 from mpi4py import MPI  # noqa: E402
 
-from bagua.common.config import claim_place, suggest  # noqa: E402
+from bagua.common.config import OPEN_MPI, claim_place, suggest  # noqa: E402
 from bagua.common.errors import UsageError  # noqa: E402
 
 __all__ = ["MPI", "end", "ends_with_us", "start"]
@@ -24,10 +24,6 @@ _LEVELS = {
     "serialized": MPI.THREAD_SERIALIZED,
     "multiple": MPI.THREAD_MULTIPLE,
 }
-# Settings of Open MPI's that are better than its own, unless somebody has chosen. Between machines
-# it asks before it sends messages of more than 64 KB, and an answer takes a while where all cores
-# compute. Nobody has to be asked for the segments of an exchange: their receives are posted.
-_OPEN_MPI = {"OMPI_MCA_btl_tcp_eager_limit": "600000"}
 _ours = False  # we started it, so we end it
 
 
@@ -38,7 +34,7 @@ def start() -> None:
     if MPI.Is_finalized():
         raise UsageError("MPI has been finalized in this process; init() must come before")
     if not MPI.Is_initialized():
-        suggest(_OPEN_MPI)
+        suggest(OPEN_MPI)
         MPI.Init_thread(_LEVELS[mpi4py.rc.thread_level] if mpi4py.rc.threads else MPI.THREAD_SINGLE)
         _ours = True
 

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from bagua.common.config import nearest
+from bagua.common.config import OPEN_MPI, nearest
 from bagua.common.errors import UsageError
 from bagua.launch import rank as rank_process
 from bagua.launch.flags import Options, flag_environment
@@ -79,6 +79,8 @@ def make_plan(options: Options, mpirun: str, flavour: Flavour) -> Plan:
 def _wrapped(program: list[str], options: Options) -> list[str]:
     flags = [rank_process.FAULT_TOLERANT] if options.fault_tolerant else []
     flags += [rank_process.OWN_GPU] if options.own_gpu else []
+    for name, value in OPEN_MPI.items():
+        flags += [rank_process.SUGGEST, f"{name}={value}"]
     return [sys.executable, "-IS", os.path.abspath(rank_process.__file__), *flags, *program]
 
 

@@ -1,8 +1,8 @@
 """Stands between mpirun and the program on every rank: relays output, leaves no process behind.
 
-Run by path as `python -IS rank.py [--fault-tolerant] [--own-gpu] COMMAND…`, so that it starts in a
-few milliseconds on the standard library alone; therefore it is all in one file. Without bagua-run's
-variables (a command copied from --dry-run) it simply becomes the command.
+Run by path as `python -IS rank.py [--fault-tolerant] [--own-gpu] [--suggest NAME=VALUE]… COMMAND…`,
+so that it starts in a few milliseconds on the standard library alone; therefore it is all in one
+file. Without bagua-run's variables (a command copied from --dry-run) it simply becomes the command.
 
 The link to bagua-run carries frames of a one-byte kind, a four-byte length and the payload: hello
 `H token rank host pid`, output `O` and `E`, `Z signal pid` when a signal has made the program stand
@@ -38,6 +38,7 @@ VERDICT_FD = "BAGUA_RUN_VERDICT_FD"
 THREADS = "OMP_NUM_THREADS"
 FAULT_TOLERANT = "--fault-tolerant"
 OWN_GPU = "--own-gpu"
+SUGGEST = "--suggest"
 GPUS = "CUDA_VISIBLE_DEVICES"
 HEADER = struct.Struct("!cI")
 CHUNK = 1 << 16
@@ -62,7 +63,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 def main(argv: list[str]) -> NoReturn:
     fault_tolerant, argv = _told(FAULT_TOLERANT, argv)
-    own_gpu, command = _told(OWN_GPU, argv)
+    own_gpu, argv = _told(OWN_GPU, argv)
+    command = _take_suggestions(argv)
     channel, token = os.environ.pop(CHANNEL, ""), os.environ.pop(TOKEN, "")
     _share_cores()
     if own_gpu:
@@ -300,6 +302,15 @@ def take_frame(received: bytearray) -> tuple[bytes, bytes] | None:
 def _told(flag: str, argv: list[str]) -> tuple[bool, list[str]]:
     """Whether the first word is this flag, and what follows."""
     return (True, argv[1:]) if argv[:1] == [flag] else (False, argv)
+
+
+def _take_suggestions(argv: list[str]) -> list[str]:
+    """Sets the variables that nobody has set, and returns what follows."""
+    while argv[:1] == [SUGGEST]:
+        name, _, value = argv[1].partition("=")
+        os.environ.setdefault(name, value)
+        argv = argv[2:]
+    return argv
 
 
 def _take_gpu() -> None:

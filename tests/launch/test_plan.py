@@ -13,6 +13,7 @@ from bagua.launch.flavour import FLAVOURS, detect, find_mpirun, recognise
 from bagua.launch.plan import make_plan
 
 WRAPPER = [sys.executable, "-IS", os.path.abspath(rank.__file__)]
+SUGGESTED = ["--suggest", "OMPI_MCA_btl_tcp_eager_limit=600000"]
 BY_NAME = {flavour.name: flavour for flavour in FLAVOURS}
 VERSIONS = {
     "Open MPI 5": "mpirun (Open MPI) 5.0.11\n",
@@ -82,7 +83,7 @@ GOLDEN = {
 def test_golden_commands(flavour, golden):
     made = plan(LINE, flavour)
     assert words(LINE, flavour) == golden
-    assert made.command[-4:] == [*WRAPPER, "true"]
+    assert made.command[-6:] == [*WRAPPER, *SUGGESTED, "true"]
     variable = BY_NAME[flavour].ssh_variable
     assert made.environment == ({variable: "-p 22"} if variable else {})
 
@@ -122,7 +123,8 @@ def test_other_hosts_get_the_environment_but_what_belongs_here(monkeypatch):
 
 def test_fault_tolerance_where_there_is_any():
     assert "--with-ft ulfm" in words("-np 2 --fault-tolerant true")
-    assert plan("-np 2 --fault-tolerant true").command[-2:] == ["--fault-tolerant", "true"]
+    tolerant = plan("-np 2 --fault-tolerant true").command
+    assert tolerant[-4:] == ["--fault-tolerant", *SUGGESTED, "true"]
     with pytest.raises(UsageError, match="Open MPI 4"):
         plan("-np 2 --fault-tolerant true", "Open MPI 4")
 

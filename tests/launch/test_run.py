@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import bagua.launch
+from bagua.common.config import OPEN_MPI
 
 SOURCE = Path(bagua.launch.__file__).parents[2]
 RANK = "import os, sys, time, signal\nrank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
@@ -156,6 +157,17 @@ def test_environment_and_settings_reach_the_ranks_and_our_own_variables_do_not()
     assert result == 0
     mine = "{'MINE': 'a b', 'BAGUA_FUSION_MB': '3', 'BAGUA_RUN_VERDICT_FD': '200'}"
     assert out == f"[0] {mine}\n"
+
+
+def test_what_is_suggested_gives_way():
+    program = "print(os.environ['OMPI_MCA_btl_tcp_eager_limit'])"
+    unset = {"OMPI_MCA_btl_tcp_eager_limit": None}
+    for words, limit in (
+        ((), OPEN_MPI["OMPI_MCA_btl_tcp_eager_limit"]),
+        (("--mpi-args", "--mca btl_tcp_eager_limit 70000"), "70000"),
+    ):
+        _, out, _ = run("-np", 1, *words, *code(program), environment=unset)
+        assert out == f"[0] {limit}\n"
 
 
 def test_ranks_share_the_cores():
