@@ -5,8 +5,7 @@
 namespace bagua {
 namespace {
 
-// Receives segments of my slice from every peer, several ahead: a transport may have to ask the
-// receiver before it sends, and on a loaded link question and answer queue up behind the data.
+// Receives segments of my slice from every peer, many ahead.
 class SegmentReceiver {
  public:
   SegmentReceiver(Job& job, int64_t slice_count)
@@ -37,8 +36,6 @@ class SegmentReceiver {
   }
 
  private:
-  static constexpr size_t kAheadNbytes = 16 << 20;
-
   void post(int64_t segment) {
     const int64_t begin = segment * step_;
     if (begin >= slice_count_) return;

@@ -16,8 +16,8 @@ struct Fastest {
   const char* name;
 };
 constexpr Fastest kFastest[] = {
-    {0, 0, "gather_reduce"},   {0, 4 << 10, "scatter_reduce"}, {16, 0, "gather_reduce"},
-    {16, 32 << 10, "halving"}, {16, 8 << 20, "ring"},
+    {0, 0, "gather_reduce"},  {0, 4 << 10, "scatter_reduce"}, {3, 64 << 20, "ring"},
+    {16, 0, "gather_reduce"}, {16, 32 << 10, "halving"},      {16, 8 << 20, "ring"},
 };
 // Below this many bytes the steps inside the nodes cost more than the messages they save.
 constexpr size_t kHierarchicalNbytes = 1 << 10;

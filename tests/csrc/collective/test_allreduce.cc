@@ -81,7 +81,8 @@ TEST(AllreduceChoice, IsWhatWasMeasured) {
   for (const int n : {2, 3, 15}) {
     EXPECT_EQ(chosen(n, 1 << 10), "gather_reduce");
     EXPECT_EQ(chosen(n, 4 << 10), "scatter_reduce");
-    EXPECT_EQ(chosen(n, 64 << 20), "scatter_reduce");
+    EXPECT_EQ(chosen(n, (64 << 20) - 4), "scatter_reduce");
+    EXPECT_EQ(chosen(n, 64 << 20), n == 2 ? "scatter_reduce" : "ring");
   }
   for (const int n : {16, 40}) {
     EXPECT_EQ(chosen(n, 16 << 10), "gather_reduce");
@@ -187,6 +188,25 @@ TEST(Allreduce, SixteenBitSumsRoundOnceInEveryRow) {
   for (const Collective* row : rows_of(OpKind::kAllreduce))
     for (const F16 result : allreduced<F16>(row->name, DType::kF16, values, ReduceOp::kSum, {}))
       EXPECT_EQ(to_float(result), 2052) << row->name;
+}
+
+// So much that receives are posted again where others have been.
+TEST(Allreduce, OfMoreThanTravelsAtATime) {
+  const int64_t count = 2 * static_cast<int64_t>(kAheadNbytes / sizeof(double)) + 200'001;
+  for (const char* row : {"ring", "halving", "scatter_reduce"})
+    with_jobs(2, DType::kF64,
+              [&](int rank, Job& job) {
+                std::vector<double> data(static_cast<size_t>(count));
+                for (size_t i = 0; i < data.size(); ++i) data[i] = static_cast<double>(i + rank);
+                job.data = reinterpret_cast<char*>(data.data());
+                job.count = count;
+                choose_collective(OpKind::kAllreduce, job, row).run(job);
+                size_t wrong = 0;
+                for (size_t i = 0; i < data.size(); ++i)
+                  wrong += data[i] != static_cast<double>(2 * i + 1);
+                EXPECT_EQ(wrong, 0) << row;
+              },
+              {0, 1});
 }
 
 TEST(Allreduce, NanReachesEveryRank) {
