@@ -137,7 +137,7 @@ class Engine {
   std::string name_of(int rank) const;
 
   // engine_agreement.cc
-  bool take_submissions();
+  bool take_submissions(bool only_urgent = false);
   void report(Set& set, const RequestPtr& request);
   void send_reports();
   void decide(bool everything = false);

@@ -10,10 +10,10 @@ namespace {
 constexpr int kAnotherLookUs = 200;  // at requests that still pour in
 }
 
-bool Engine::take_submissions() {
+bool Engine::take_submissions(bool only_urgent) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (submissions_.empty()) return false;
+    if (submissions_.empty() || (only_urgent && !urgent_)) return false;
     if (!caller_drives_ && !due()) {
       channel_->wake_after(kAnotherLookUs);
       return false;
