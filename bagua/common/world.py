@@ -257,8 +257,7 @@ def mpi_threads_supported() -> bool:
 
 def addresses() -> list[str]:
     """Of this machine, numeric: those that its control connections announce to others."""
-    announced = core.Listener(1, world().config.network_interfaces).address
-    _secret, _port, *hosts = announced.split()
+    hosts = core.local_addresses(world().config.network_interfaces)
     outside = [host for host in hosts if not ipaddress.ip_address(host).is_loopback]
     return outside or hosts
 

@@ -154,8 +154,11 @@ class BetweenSteps:
     def _look_at_gradients(self) -> None:
         """Those that are no numbers stay with this rank, if it does not step."""
         wish = world().config.check_finite
+        self.skips = False
+        if wish == "off":
+            return
         named = [(self._name(param), param) for param in self._all_params]  # its own, too
-        found = "" if wish == "off" else first_not_finite(named)
+        found = first_not_finite(named)
         self.skips = bool(found) and wish == "skip"
         if found:
             skipped = "; this rank keeps its weights" if self.skips else ""

@@ -52,7 +52,7 @@ _flying: set[int] = set()
 # Turns gradients of parameters, in these views, into what travels instead.
 Fold = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 # Looks at gradients that are about to travel somewhere.
-Watch = Callable[[str, Sequence["Slot"]], None]
+Watch = Callable[[str, Sequence[tuple[str, torch.Tensor]]], None]
 
 
 class Slot:
@@ -175,7 +175,7 @@ class Bucket:
     def gather(self, urgency: Urgency) -> None:
         self.stale = False
         if self.watch is not None:
-            self.watch(self.name, self.slots)
+            self.watch(self.name, [(slot.name, slot.param) for slot in self.slots])
         try:
             with torch.no_grad():
                 self._gather(urgency)

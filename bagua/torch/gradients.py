@@ -259,7 +259,7 @@ class Gradients:
         if self._watch is None:
             return ""
         own = [(self._name(param), param) for param in self._params if is_own(param)]
-        self._watch.look_at("own", own)
+        self._watch.look("own", own)
         return self._watch.agreed()
 
     def _tell(self, found: str) -> None:

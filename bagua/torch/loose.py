@@ -44,7 +44,7 @@ class Loose:
 
     def launch(self, watch: Watch | None) -> None:
         if watch is not None and self._slots:
-            watch("alone", list(self._slots.values()))
+            watch("alone", [(slot.name, slot.param) for slot in self._slots.values()])
         op = self._plan.algorithm.op if self._plan.op is None else self._plan.op
         for slot in self._slots.values():
             grad = slot.param.grad

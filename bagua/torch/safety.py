@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -99,11 +98,8 @@ class NonFinite:
         self._process_set, self._name = process_set, name
         self._mine: dict[str, str] = {}  # by bucket: the first such parameter
 
-    def look(self, where: str, slots: Sequence[Any]) -> None:
+    def look(self, where: str, named: Named) -> None:
         """At what is about to travel there."""
-        self.look_at(where, [(slot.name, slot.param) for slot in slots])
-
-    def look_at(self, where: str, named: Named) -> None:
         if name := first_not_finite(named):
             self._mine[where] = name
 

@@ -83,9 +83,9 @@ std::shared_ptr<char> Engine::allocate(size_t nbytes) {
   return memory;
 }
 
-// Nodes of several ranks each work in memory that all of the node see, while they send.
 size_t Engine::node_count(int32_t set) { return bagua::node_count(*transport_, ranks_of(set)); }
 
+// Nodes of several ranks each work in memory that all of the node see, while they send.
 bool Engine::exchanges_anywhere(int32_t set) {
   return !on_shared_nodes(*transport_, ranks_of(set));
 }

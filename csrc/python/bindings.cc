@@ -8,6 +8,7 @@
 #include "collective/collective.h"
 #include "common/config.h"
 #include "common/log.h"
+#include "control/socket.h"
 #include "control/socket_channel.h"
 #include "device/device.h"
 #include "device/nccl_library.h"
@@ -136,6 +137,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("note_written", [](const py::object& tensors) { note_written(tensors.ptr()); });
   m.def("pretend", pretend);
   m.def("mpi_compiled", mpi_compiled);
+  m.def("local_addresses", local_addresses);
 
   py::class_<SocketListener>(m, "Listener")
       .def(py::init<int, const std::string&>())

@@ -31,8 +31,8 @@ class RedisStore:
 
     These servers listen to their own machine only. Where there are several machines, they listen at
     the addresses of `network_interfaces` to those who know a password; it and the values, which are
-    pickles, are sent in clear text: for a network that you trust. Needs
-    redis-py and redis-server 6.2: `pip install 'bagua[redis]'`.
+    pickles, are sent in clear text: for a network that you trust. Needs redis-py and redis-server
+    6.2: `pip install 'bagua[redis]'`.
 
     Args:
         name: of the data set; in front of its keys.

@@ -27,7 +27,7 @@ class Experts(torch.nn.Module):
     def mark(self) -> None:
         tensors = [*self.parameters(), *self.buffers()]
         for tensor in tensors:
-            tensor.expert = True  # type: ignore[attr-defined]
+            tensor.expert = True  # type: ignore[attr-defined]  # as in Bagua: scripts look for it
         keep_own(tensors, of_mean=True)
 
     # Copying, loading a saved model and moving it to a device make other tensors, too.

@@ -23,8 +23,8 @@ class MoE(torch.nn.Module):
     Each rank has `num_local_experts` of them; rank r has the experts from r * num_local_experts on.
     `with_bagua` and `DistributedOptimizer` leave their parameters to the rank that has them, whose
     gradients are those of the mean of all ranks' losses, like everybody's; so an optimizer that
-    sums gradients of ranks is an error. All ranks run the layer
-    equally often, in training and in evaluation; they may have different numbers of rows, or none.
+    sums gradients of ranks is an error. All ranks run the layer equally often, in training and in
+    evaluation; they may have different numbers of rows, or none.
 
     Returns the output, the auxiliary loss and how many rows chose each expert first. Add the loss,
     times something like 0.01, to that of the model: it is least where experts are used evenly.
