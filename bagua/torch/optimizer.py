@@ -23,6 +23,7 @@ from bagua.torch.compression import Compression
 from bagua.torch.gradients import Gradients, fold_of
 from bagua.torch.mixing import Mixing
 from bagua.torch.outer import Outer
+from bagua.torch.scaling import Scaling
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
@@ -92,7 +93,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._since = 0  # the step from which the algorithm counts
         self._compared = 0  # the last step after which replicas were compared
         self._resting = False  # nothing is begun in the background
-        self._overflows: Any = 0.0  # the sum of squares of steps in which a GradScaler found one
+        self._scaling = Scaling()
         self._loaded: dict[str, Any] | None = None  # of an algorithm that comes with the next step
         self._algorithm = self._checked(algorithm or world().config.algorithm)
         self._tell_what_is_exact()
@@ -201,8 +202,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Where replicas had been different, all end with their exact average first.
         """
         wanted = self._checked(algorithm)
-        if wanted.at(0).what in ("grad", "momentum"):
-            self._refuse_scales_that_differ()
+        if wanted.at(0).what in ("grad", "momentum") and self.unscales:
+            self._scaling.refuse_different(self._process_set)
         self._algorithm = wanted
         self._tell_what_is_exact()
         self._since = self._step
@@ -246,18 +247,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "codec and its peers count between machines. To have them here, too, give it "
                 "hierarchical=False, or let ranks exchange messages (bagua-run --transport mpi)",
                 stacklevel=4,
-            )
-
-    def _refuse_scales_that_differ(self) -> None:
-        """Where each rank unscales by itself, each has a scale of its own in time."""
-        if not isinstance(self._driver, BetweenSteps):
-            return
-        overflows, self._overflows = float(self._overflows), 0.0
-        if not safety.alike(overflows, "overflows", self._process_set):
-            raise UsageError(
-                "GradScalers of the ranks have had overflows at different steps, so their scales "
-                "differ, and gradients are averaged with one: make a new GradScaler on every rank, "
-                "and choose the algorithm again"
             )
 
     def _checked(self, algorithm: Choice) -> Algorithm:
@@ -336,23 +325,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = unscales  # as a GradScaler asks for it
 
     def unscaled(self, told: torch.optim.Optimizer, alone: bool = False) -> bool:
-        """Undoes what a GradScaler has left in this object; whether gradients can be used.
-
-        An optimizer that does both alone is let do it.
-        """
-        overflow, scale = (vars(told).get(name) for name in ("found_inf", "grad_scale"))
-        if overflow is not None:  # on its device, where nobody waits for it
-            self._overflows = self._overflows + (overflow > 0).double() * (self._step + 1) ** 2
-        if alone:
-            return True
-        overflown = overflow is not None and bool(overflow)
-        for name in vars(told).keys() & {"found_inf", "grad_scale"}:  # what else would use them
-            setattr(told, name, None)
-        if scale is not None and not overflown:
-            for grad in (p.grad for group in self.param_groups for p in group["params"]):
-                if grad is not None:
-                    grad.div_(scale.to(grad.device))
-        return not overflown
+        """Whether gradients can be used, after a GradScaler that told this object about them."""
+        params = (param for group in self.param_groups for param in group["params"])
+        return self._scaling.unscaled(told, params, self._step, alone)
 
     # ---- what the wrapped optimizer is ---------------------------------------------------------
 
