@@ -300,7 +300,8 @@ def claim_place() -> None:
     os.environ["BAGUA_PLACE"] = claim
 
 
-# Settings of Open MPI's that are better than its own, unless somebody has chosen. Between machines
+# Settings of Open MPI's that are better than its own, unless somebody has chosen others by the same
+# variable or by mpirun's --mca; its parameter files count less than variables. Between machines
 # it asks before it sends messages of more than 64 KB, and an answer takes a while where all cores
 # compute. Nobody has to be asked for the segments of an exchange: their receives are posted.
 # bagua-run sets them, too: a program may start MPI before it comes to us.

@@ -6,9 +6,11 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from bagua.common.config import OPEN_MPI
 from bagua.common.errors import UsageError
 
 Words = tuple[str, ...]
@@ -33,6 +35,7 @@ class Flavour:
     bind: Words
     interfaces: Words
     fault_tolerant: Words | None
+    suggested: Mapping[str, str] = field(default_factory=dict)  # variables of the ranks
     ssh: Words = ()
     ssh_variable: str = ""  # takes ssh's arguments where no flag does
     package: str = "socket"  # its word for a socket
@@ -51,6 +54,7 @@ _OPEN_MPI_5 = Flavour(
     bind=("--bind-to", "{bind}:overload-allowed"),  # more ranks than cores are fine
     interfaces=("--prtemca", "oob_tcp_if_include", "{all}", "--mca", "btl_tcp_if_include", "{all}"),
     fault_tolerant=("--with-ft", "ulfm"),
+    suggested=OPEN_MPI,
     ssh=("--prtemca", "plm_ssh_args", "{ssh}"),
     package="package",
 )
@@ -67,6 +71,7 @@ _OPEN_MPI_4 = Flavour(
     bind=("--bind-to", "{bind}:overload-allowed"),  # more ranks than cores are fine
     interfaces=("--mca", "oob_tcp_if_include", "{all}", "--mca", "btl_tcp_if_include", "{all}"),
     fault_tolerant=None,
+    suggested=OPEN_MPI,
     ssh=("--mca", "plm_rsh_args", "{ssh}"),
 )
 _INTEL_MPI = Flavour(

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from bagua.common.config import OPEN_MPI, nearest
+from bagua.common.config import nearest
 from bagua.common.errors import UsageError
 from bagua.launch import rank as rank_process
 from bagua.launch.flags import Options, flag_environment
@@ -73,13 +73,15 @@ def make_plan(options: Options, mpirun: str, flavour: Flavour) -> Plan:
         words += flavour.fault_tolerant
     words += _variables(options, flavour, remote)
     words += [word for text in options.mpi_args for word in shlex.split(text)]
-    return Plan(count, remote, [mpirun, *words, *_wrapped(program, options)], environment, notes)
+    return Plan(
+        count, remote, [mpirun, *words, *_wrapped(program, options, flavour)], environment, notes
+    )
 
 
-def _wrapped(program: list[str], options: Options) -> list[str]:
+def _wrapped(program: list[str], options: Options, flavour: Flavour) -> list[str]:
     flags = [rank_process.FAULT_TOLERANT] if options.fault_tolerant else []
     flags += [rank_process.OWN_GPU] if options.own_gpu else []
-    for name, value in OPEN_MPI.items():
+    for name, value in flavour.suggested.items():
         flags += [rank_process.SUGGEST, f"{name}={value}"]
     return [sys.executable, "-IS", os.path.abspath(rank_process.__file__), *flags, *program]
 

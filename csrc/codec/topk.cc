@@ -57,8 +57,9 @@ struct Range {
   }
   const int64_t high = int64_t{*std::max_element(maxima, maxima + groups)} + 1;
   const int few = kept + kept / 8;
-  const int32_t low = enough() ? reached(maxima, groups, kept, few, 0, high)
-                               : reached(magnitudes, kChunk, kept, few, 0, high);
+  int32_t low = enough() ? reached(maxima, groups, kept, few, 0, high) : 0;
+  // Too many values to keep, or whole columns of zeros.
+  if (low == 0) low = reached(magnitudes, kChunk, kept, few, 0, high);
   return {low, high};
 }
 

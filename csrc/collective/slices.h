@@ -21,9 +21,9 @@ struct Slices {
 void reduce_slices(Job& job, const Slices& slices,
                    const std::function<void(int64_t, int64_t)>& reduced);
 
-// Receives are posted for so many bytes ahead. What arrives before it is waited for costs MPI
-// memory and copies, and who sends nothing unasked queues its questions behind the data: with more
-// than that under way, links of 1 Gbit/s were idle for a third of the time.
+// Receives into scratch are posted for so many bytes ahead. What arrives before it is waited for
+// costs MPI memory and copies, and who sends nothing unasked queues its questions behind the data:
+// with more than that under way, links of 1 Gbit/s were idle for a third of the time.
 constexpr size_t kAheadNbytes = 64 << 20;
 
 // A segment is what travels and is reduced at a time: small enough to stay in a core's cache.

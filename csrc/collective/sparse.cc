@@ -4,7 +4,6 @@
 // values takes fewer, what the codec keeps goes that way.
 #include "codec/codec.h"
 #include "collective/coded.h"
-#include "common/memory.h"
 #include "kernel/stream.h"
 
 namespace bagua {
@@ -31,7 +30,8 @@ void gather(Job& job, float* data, const std::vector<Stretch>& segments, int64_t
   }
   // Of a large result a tile is added up in the caches, and copied past them.
   const bool past = job.leaves && job.nbytes() >= kStreamNbytes;
-  alignas(kLineNbytes) float sum[kTile];
+  char* const memory = past ? job.scratch.get(Scratch::kWide, kTile * sizeof(float)) : nullptr;
+  auto* const sum = reinterpret_cast<float*>(memory);
   auto arrival = arrivals.begin();
   for (const Stretch& segment : segments) {
     for (int d = 1; d < n; ++d) group.wait(*arrival++);

@@ -168,7 +168,8 @@ bool Engine::wait(const Handle& handle, double timeout_s) {
       channel_->hush(true);
       caller_drives_ = true;
       drive(&handle, deadline_s);
-      const bool more = anything_open() || on_device() || (ledger_ && ledger_->has_background());
+      const bool more = !decisions_.empty() || anything_open() || on_device() ||
+                        (ledger_ && ledger_->has_background());
       channel_->hush(false);
       lock.lock();
       driven_ = false;
@@ -275,7 +276,8 @@ bool Engine::turn(int timeout_us) {
   try {
     bool progressed = take_submissions();
     receive(progressed || !decisions_.empty() ? 0 : timeout_us);
-    while (!decisions_.empty()) {
+    // One at a time: who drives may have got what it waits for, and others may have asked for more.
+    if (!decisions_.empty()) {
       const Decision decision = std::move(decisions_.front());
       decisions_.pop_front();
       apply(decision);

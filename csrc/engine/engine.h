@@ -137,7 +137,8 @@ class Engine {
   std::string name_of(int rank) const;
 
   // engine_agreement.cc
-  bool take_submissions(bool only_urgent = false);
+  bool take_submissions();
+  void take_ahead();
   void report(Set& set, const RequestPtr& request);
   void send_reports();
   void decide(bool everything = false);
@@ -197,7 +198,8 @@ class Engine {
   std::vector<Message> inbox_;
   std::vector<RequestPtr> taken_;
   std::deque<Decision> decisions_;
-  int64_t open_count_ = 0;  // requests reported and not done
+  bool took_ahead_ = false;  // in this exchange
+  int64_t open_count_ = 0;   // requests reported and not done
   double open_since_s_ = 0;
   double ticked_s_ = 0;
   double warned_s_ = 0;

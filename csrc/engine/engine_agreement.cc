@@ -10,10 +10,10 @@ namespace {
 constexpr int kAnotherLookUs = 200;  // at requests that still pour in
 }
 
-bool Engine::take_submissions(bool only_urgent) {
+bool Engine::take_submissions() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (submissions_.empty() || (only_urgent && !urgent_)) return false;
+    if (submissions_.empty()) return false;
     if (!caller_drives_ && !due()) {
       channel_->wake_after(kAnotherLookUs);
       return false;
@@ -29,6 +29,11 @@ bool Engine::take_submissions(bool only_urgent) {
   taken_.clear();
   send_reports();
   return true;
+}
+
+// During an exchange. Once only: what comes later may share an exchange with what comes then.
+void Engine::take_ahead() {
+  if (!took_ahead_ && decisions_.empty()) took_ahead_ = take_submissions();
 }
 
 void Engine::report(Set& set, const RequestPtr& request) {
@@ -105,6 +110,7 @@ void Engine::decide(bool everything) {
 }
 
 void Engine::apply(const Decision& decision) {
+  took_ahead_ = false;
   Set& set = sets_.at(decision.set);
   std::vector<Entry> forgotten;
   for (const auto& definition : decision.definitions) {

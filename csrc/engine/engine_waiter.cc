@@ -45,7 +45,7 @@ void EngineWaiter::pause(Node* node) {
   }
   pauses_ = kPausesPerLook - 1;  // from here on every pause is a nap
   if (node) node->sleep(kSleepUs);
-  engine_.take_submissions(/*only_urgent=*/true);  // they are agreed on meanwhile
+  engine_.take_ahead();
   engine_.receive(node ? 0 : nap_us_);
   if (!own_core) nap_us_ = std::min(nap_us_ + nap_us_ / 2, kLongestNapUs);
   looked_s_ = now_s();

@@ -52,6 +52,7 @@ CHOICES = [
     Choice("topk", 4096),
     Choice("topk", 41, "fp16"),
     Choice("topk", 600, "minmax_u8"),  # more than one block of values in a chunk
+    Choice("topk", 1000),
 ]
 every_choice = pytest.mark.parametrize("choice", CHOICES, ids=lambda c: "-".join(map(str, c)))
 block_formats = pytest.mark.parametrize(

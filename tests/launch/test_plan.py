@@ -83,7 +83,8 @@ GOLDEN = {
 def test_golden_commands(flavour, golden):
     made = plan(LINE, flavour)
     assert words(LINE, flavour) == golden
-    assert made.command[-6:] == [*WRAPPER, *SUGGESTED, "true"]
+    suggested = SUGGESTED if flavour.startswith("Open MPI") else []
+    assert made.command[made.command.index(sys.executable) :] == [*WRAPPER, *suggested, "true"]
     variable = BY_NAME[flavour].ssh_variable
     assert made.environment == ({variable: "-p 22"} if variable else {})
 

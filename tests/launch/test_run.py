@@ -161,12 +161,13 @@ def test_environment_and_settings_reach_the_ranks_and_our_own_variables_do_not()
 
 def test_what_is_suggested_gives_way():
     program = "print(os.environ['OMPI_MCA_btl_tcp_eager_limit'])"
-    unset = {"OMPI_MCA_btl_tcp_eager_limit": None}
-    for words, limit in (
-        ((), OPEN_MPI["OMPI_MCA_btl_tcp_eager_limit"]),
-        (("--mpi-args", "--mca btl_tcp_eager_limit 70000"), "70000"),
+    for words, given, limit in (
+        ((), None, OPEN_MPI["OMPI_MCA_btl_tcp_eager_limit"]),
+        ((), "70000", "70000"),
+        (("--mpi-args", "--mca btl_tcp_eager_limit 70000"), None, "70000"),
     ):
-        _, out, _ = run("-np", 1, *words, *code(program), environment=unset)
+        environment = {"OMPI_MCA_btl_tcp_eager_limit": given}
+        _, out, _ = run("-np", 1, *words, *code(program), environment=environment)
         assert out == f"[0] {limit}\n"
 
 

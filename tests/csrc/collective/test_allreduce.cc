@@ -81,8 +81,9 @@ TEST(AllreduceChoice, IsWhatWasMeasured) {
   for (const int n : {2, 3, 15}) {
     EXPECT_EQ(chosen(n, 1 << 10), "gather_reduce");
     EXPECT_EQ(chosen(n, 4 << 10), "scatter_reduce");
-    EXPECT_EQ(chosen(n, (64 << 20) - 4), "scatter_reduce");
-    EXPECT_EQ(chosen(n, 64 << 20), n == 2 ? "scatter_reduce" : "ring");
+    EXPECT_EQ(chosen(n, 64 << 20), "scatter_reduce");
+    EXPECT_EQ(chosen(n, (64 << 20) + 4), n == 2 ? "scatter_reduce" : "ring");
+    EXPECT_EQ(chosen(n, 128 << 20, DType::kBF16), "scatter_reduce");
   }
   for (const int n : {16, 40}) {
     EXPECT_EQ(chosen(n, 16 << 10), "gather_reduce");

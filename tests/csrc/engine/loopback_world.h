@@ -1,7 +1,10 @@
 // Engines as threads over loopback, and requests on vectors of theirs.
 #pragma once
 
+#include <atomic>
+#include <deque>
 #include <memory>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -24,6 +27,46 @@ inline Config quiet_config() {
   return config;
 }
 
+// Of how many messages more a rank may notice that they have come, and whether it has asked in
+// vain.
+struct Gate {
+  std::atomic<int> open{1 << 30};
+  std::atomic<bool> shut_out{false};
+};
+
+class GatedTransport : public Transport {
+ public:
+  GatedTransport(std::unique_ptr<Transport> inner, Gate& gate)
+      : inner_(std::move(inner)), gate_(gate) {}
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
+  Ticket send(int peer, const void* data, size_t nbytes) override {
+    return inner_->send(peer, data, nbytes);
+  }
+  Ticket recv(int peer, void* data, size_t nbytes) override {
+    const Ticket ticket = inner_->recv(peer, data, nbytes);
+    received_.insert(ticket);
+    return ticket;
+  }
+  bool done(Ticket ticket) override {
+    const bool comes = received_.count(ticket) > 0;
+    if (comes && gate_.open <= 0) gate_.shut_out = true;
+    if ((comes && gate_.open <= 0) || !inner_->done(ticket)) return false;
+    if (comes) --gate_.open;
+    received_.erase(ticket);
+    return true;
+  }
+  void progress() override { inner_->progress(); }
+  Node* node() override { return inner_->node(); }
+  int node_of(int rank) const override { return inner_->node_of(rank); }
+  bool abort() override { return inner_->abort(); }
+
+ private:
+  const std::unique_ptr<Transport> inner_;
+  Gate& gate_;
+  std::set<Ticket> received_;
+};
+
 class LoopbackWorld {
  public:
   // With `node_of`, the node of each rank, those of a node share memory.
@@ -33,8 +76,9 @@ class LoopbackWorld {
     std::vector<std::string> names;
     for (int rank = 0; rank < size; ++rank) names.push_back("host h" + std::to_string(rank));
     for (int rank = 0; rank < size; ++rank)
-      engines.push_back(
-          std::make_shared<Engine>(config, hub.connect(rank), board.connect(rank), names));
+      engines.push_back(std::make_shared<Engine>(
+          config, std::make_unique<GatedTransport>(hub.connect(rank), gates.emplace_back()),
+          board.connect(rank), names));
   }
   ~LoopbackWorld() { stop(); }
 
@@ -59,6 +103,7 @@ class LoopbackWorld {
 
   LoopbackHub hub;
   LoopbackSwitchboard board;
+  std::deque<Gate> gates;  // by rank
   std::vector<std::shared_ptr<Engine>> engines;
 };
 

@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "collective/peers.h"
+#include "common/clock.h"
 #include "engine/loopback_world.h"
 
 namespace bagua {
@@ -148,6 +149,74 @@ TEST(Engine, FusesSmallRequestsAndKeepsLargeOnesApart) {
     for (const auto& values : data) EXPECT_EQ(values, std::vector<float>(5, 2));
     EXPECT_LE(world[rank].exchange_count(), 3);
   });
+}
+
+template <class Reached>
+void wait_until(Reached&& reached) {
+  const double late_s = now_s() + kHangS;
+  while (!reached() && now_s() < late_s) std::this_thread::yield();
+  ASSERT_TRUE(reached());
+}
+
+void open_gates(LoopbackWorld& world, int messages) {
+  for (Gate& gate : world.gates) gate.open = messages;
+}
+
+class InlineOrNot : public testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(Engine, InlineOrNot, testing::Bool());
+
+TEST_P(InlineOrNot, AgreesOnTheNextExchangeDuringOne) {
+  Config config = quiet_config();
+  config.inline_drive = GetParam();
+  LoopbackWorld world(2, config);
+  constexpr int kMany = 50;
+  std::vector<std::vector<float>> data(2 * (kMany + 2), std::vector<float>(1, 1));
+  std::vector<HandlePtr> handles[2];
+  const auto submit = [&](const std::string& name) {
+    for (const int rank : {0, 1}) {
+      auto& values = data[static_cast<size_t>(rank * (kMany + 2)) + handles[rank].size()];
+      handles[rank].push_back(world[rank].submit(allreduce_of(name, values), Urgency::kNow));
+    }
+  };
+  open_gates(world, 0);
+  submit("first");
+  for (const Gate& gate : world.gates) wait_until([&] { return gate.shut_out.load(); });
+  const int64_t before = world[1].message_count();
+  submit("next");
+  wait_until([&] { return world[1].message_count() > before; });  // and the first goes on
+  for (int i = 0; i < kMany; ++i) submit("late " + std::to_string(i));
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_EQ(world[1].message_count(), before + 1);
+  for (const int rank : {0, 1}) EXPECT_FALSE(handles[rank][0]->done());
+  open_gates(world, 1 << 30);
+  world.run([&](int rank) {
+    for (const HandlePtr& handle : handles[rank]) finish(world[rank], handle);
+  });
+  for (const auto& values : data) EXPECT_EQ(values[0], 2);
+  EXPECT_LE(world[0].exchange_count(), 6);  // the late ones share theirs
+}
+
+TEST(Engine, WhoHasWhatItWaitsForDrivesNoFurther) {
+  LoopbackWorld world(2);
+  std::vector<float> mine[2] = {{1}, {1}}, others[2] = {{1}, {1}};
+  HandlePtr later[2];
+  open_gates(world, 0);
+  world.run([&](int rank) {
+    std::thread other([&] {
+      wait_until([&] { return world.gates[static_cast<size_t>(rank)].shut_out.load(); });
+      const int64_t before = world[1].message_count();
+      later[rank] = world[rank].submit(allreduce_of("other", others[rank]), Urgency::kNow);
+      if (rank == 0) return;
+      wait_until([&] { return world[1].message_count() > before; });
+      open_gates(world, 1);  // for what is under way
+    });
+    call(world[rank], allreduce_of("mine", mine[rank]));
+    other.join();
+    EXPECT_FALSE(later[rank]->done());
+  });
+  open_gates(world, 1 << 30);
+  world.run([&](int rank) { finish(world[rank], later[rank]); });
+  for (const int rank : {0, 1}) EXPECT_EQ(mine[rank][0] + others[rank][0], 4);
 }
 
 TEST(Engine, GroupGoesAsOne) {
