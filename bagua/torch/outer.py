@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from bagua.common.kinds import Urgency
@@ -50,14 +48,25 @@ class Outer(BetweenSteps):
 
     @torch.no_grad()
     def _overlap(self) -> None:
-        changes = [self._change(piece, begin) for piece, begin in zip(self._pieces, self._begins)]
         if self._launched:
-            self._step_together(changes)
-        for piece, begin, change in zip(self._pieces, self._begins, changes):
-            piece.copy_weights(piece.views_of(begin))
-            piece.flat.copy_(change)
+            self._begin_anew()
+        else:
+            for piece, begin in zip(self._pieces, self._begins):
+                _subtract_weights(begin, piece)
+                piece.flat.copy_(begin)
+                piece.copy_weights(piece.views_of(begin))
+        for piece in self._pieces:
             piece.launch(Urgency.NOW)
         self._launched = True
+
+    def _begin_anew(self) -> None:
+        """From the new common weights less this rank's own change, which is left in the arena."""
+        self._step_together()
+        for piece, common, begin in zip(self._pieces, self._common, self._begins):
+            _subtract_weights(begin, piece)
+            piece.flat.copy_(begin)
+            torch.sub(common, begin, out=begin)
+            piece.set_weights(piece.views_of(begin))
 
     @torch.no_grad()
     def _step_now(self) -> None:
@@ -66,15 +75,10 @@ class Outer(BetweenSteps):
             torch.sub(begin, piece.flat, out=piece.flat)
             piece.launch(Urgency.WAITED if piece is self._pieces[-1] else Urgency.NOW)
         self._step_together()
+        for piece, common in zip(self._pieces, self._common):
+            piece.set_weights(piece.views_of(common))
 
-    @staticmethod
-    def _change(piece: Piece, begin: torch.Tensor) -> torch.Tensor:
-        now = torch.zeros_like(begin)
-        piece.copy_weights(piece.views_of(now))
-        return now.neg_().add_(begin)
-
-    def _step_together(self, changes: Sequence[torch.Tensor] = ()) -> None:
-        """What ranks have changed since their changes began to travel is theirs alone."""
+    def _step_together(self) -> None:
         lr, beta = self._exchange.outer_lr, self._exchange.outer_momentum
         self._launched = False
         land_all(self._pieces)
@@ -83,8 +87,6 @@ class Outer(BetweenSteps):
             if self._momentum:
                 momentum = self._momentum[number].mul_(beta).add_(piece.flat)
                 common.sub_(momentum, alpha=lr * beta)
-            weights = common - changes[number] if changes else common
-            piece.set_weights(piece.views_of(weights))
 
     def _piece_nbytes(self) -> float:
         return min(super()._piece_nbytes(), _PIECE_NBYTES)
@@ -96,10 +98,8 @@ class Outer(BetweenSteps):
     @torch.no_grad()
     def _drain(self) -> None:
         """What this rank has learned since the last exchange counts in the exact average."""
-        if not self._launched:
-            return
-        changes = [self._change(piece, begin) for piece, begin in zip(self._pieces, self._begins)]
-        self._step_together(changes)
+        if self._launched:
+            self._begin_anew()
 
     def _all_equal(self) -> None:
         for copies in (self._common, self._begins):
@@ -117,3 +117,8 @@ class Outer(BetweenSteps):
     def _restore(self, values: dict[str, dict[str, torch.Tensor]]) -> None:
         self._launched = "arrived" in values
         super()._restore({"begins": values["common"]} | values)
+
+
+def _subtract_weights(begin: torch.Tensor, piece: Piece) -> None:
+    """What this rank has changed since, in the memory of what it began with."""
+    torch._foreach_sub_(piece.views_of(begin), piece.params)
