@@ -1,11 +1,13 @@
 // Allreduce over nodes of several ranks each, which may differ in number: the ranks of a node
 // reduce into its leaders' slices over shared memory, leader i of every node allreduces slice i
 // with its counterparts by messages, and writes what comes back to everyone on its node. Bytes sent
-// per node: 2 * (k-1)/k * N for k nodes, as if each were one rank; twice that for 16-bit floats,
-// whose sums travel as fp32 so that each is rounded once. How the leaders do it is chosen as for
-// any allreduce, through the job's codec and with its peers if it has any; then a node is one peer,
-// which counts by its ranks. Pipelined rows overlap with the work inside the node, segment by
-// segment.
+// per node: 2 * (k-1)/k * N for k nodes, as if each were one rank. How the leaders do it is chosen
+// as for any allreduce, through the job's codec and with its peers if it has any; then a node is
+// one peer, which counts by its ranks. Pipelined rows overlap with the work inside the node,
+// segment by segment.
+//
+// Sums of 16-bit floats are formed as fp32. They travel in 16 bits, through a codec: a node's sum
+// is rounded once and everyone's once. Short ones, and by a row that the user has named, as fp32.
 #include <algorithm>
 #include <map>
 #include <vector>
@@ -18,20 +20,25 @@ namespace {
 
 // At a time; memory that others cannot see is copied through as much of shared memory.
 constexpr size_t kChunkNbytes = 32 << 20;
+// From so many bytes of fp32 on, 16 bits are worth the steps of a codec.
+constexpr size_t kHalvedNbytes = 4 << 10;
 
 struct Layout {
   std::vector<int> mine;      // group indices on this node
   std::vector<int> partners;  // those in my place on every node, if I am a leader
   std::vector<int> weights;   // the ranks of each partner's node
   int leaders;
+  int most = 1;  // ranks on a node
 };
 
 Layout layout_of(const Group& group) {
   std::map<int, std::vector<int>> nodes;
   for (int i = 0; i < group.size(); ++i) nodes[group.node_of(i)].push_back(i);
   Layout layout{nodes[group.node_of(group.me())], {}, {}, group.size()};
-  for (const auto& [number, members] : nodes)
+  for (const auto& [number, members] : nodes) {
     layout.leaders = std::min(layout.leaders, static_cast<int>(members.size()));
+    layout.most = std::max(layout.most, static_cast<int>(members.size()));
+  }
   const auto place = std::find(layout.mine.begin(), layout.mine.end(), group.me());
   const auto leader = static_cast<size_t>(place - layout.mine.begin());
   if (leader < static_cast<size_t>(layout.leaders))
@@ -43,9 +50,9 @@ Layout layout_of(const Group& group) {
 }
 
 // The ranks of one node and a chunk of everyone's data, in memory that all of them see.
-class Neighbors {
+class NodeChunk {
  public:
-  Neighbors(Job& job, Group& group, char* data, int64_t count)
+  NodeChunk(Job& job, Group& group, char* data, int64_t count)
       : job_(job), group_(group), data_(data), count_(count), bases_(1, data) {
     const size_t nbytes = static_cast<size_t>(count) * job.item();
     if (group.size() == 1) return;
@@ -72,8 +79,8 @@ class Neighbors {
     for (const char* base : bases_) srcs.push_back(base + at);
     job_.reduce(mine() + at, srcs.data(), static_cast<int>(srcs.size()), count, {});
   }
-  // The same for 16-bit floats, without rounding.
-  void reduce_wide(int64_t begin, int64_t count, float* to) const {
+  // The same for 16-bit floats, without rounding, and times `share`.
+  void reduce_wide(int64_t begin, int64_t count, float* to, double share) const {
     constexpr int64_t kBlock = 1024;
     float block[kBlock];
     for (int64_t at = 0; at < count; at += kBlock) {
@@ -85,6 +92,7 @@ class Neighbors {
         const void* srcs[] = {to + at, block};
         reduce(DType::kF32, job_.op, to + at, srcs, 2, n, {});
       }
+      if (share != 1) scale(DType::kF32, to + at, n, share);
     }
   }
 
@@ -112,28 +120,40 @@ class Neighbors {
 };
 
 // The leaders' part: slice number `leader` of the chunk at `at`, over all nodes.
-void lead(Job& job, Group& far, int leader, int leaders, int64_t at, int64_t count,
-          const std::vector<int>& weights, const Neighbors& neighbors) {
-  const Slice slice = slice_of(count, leaders, leader);
+void lead(Job& job, Group& far, int leader, const Layout& layout, int64_t at, int64_t count,
+          const NodeChunk& chunk) {
+  const Slice slice = slice_of(count, layout.leaders, leader);
   if (slice.count == 0) return;
-  const bool wide = dtype_nbytes(job.dtype) == 2 && is_float(job.dtype);
-  char* mine = neighbors.mine() + slice.begin * static_cast<int64_t>(job.item());
+  const bool wide = dtype_nbytes(job.dtype) == 2 && is_float(job.dtype) && !picks(job.op);
+  char* mine = chunk.mine() + slice.begin * static_cast<int64_t>(job.item());
   Job across{far, job.scratch, wide ? DType::kF32 : job.dtype, job.op, job.finish};
   across.count = slice.count;
   across.coding = far.size() > 1 ? job.coding : nullptr;
   for (size_t i = 0; i < job.kept.size(); ++i)
     if (job.kept[i]) across.kept[i] = job.kept[i] + at + slice.begin;
   across.peers = job.peers;
-  across.weights = weights;
+  across.weights = layout.weights;
+  const bool exact = far.size() > 1 && !job.coding && job.peers.all();
+  double share = 1;  // of a node's sum that travels
+  Coding halves;
+  if (wide && is_linear(job.op) && exact && job.between_nodes == "auto" &&
+      across.nbytes() >= kHalvedNbytes) {
+    const bool f16 = job.dtype == DType::kF16;
+    halves.codec = find_codec(f16 ? "fp16" : "bf16");
+    across.coding = &halves;
+    // A node's sum may be too large for a float16 where the average of all is not.
+    while (f16 && layout.most * share > 1) share /= 2;
+    across.finish.factor /= share;
+  }
   across.data = wide ? job.scratch.get(Scratch::kWide, across.nbytes()) : mine;
   auto* floats = reinterpret_cast<float*>(across.data);
   across.prepare = [&](int64_t begin, int64_t n) {
-    if (wide) return neighbors.reduce_wide(slice.begin + begin, n, floats + begin);
-    neighbors.reduce_here(slice.begin + begin, n);
+    if (wide) return chunk.reduce_wide(slice.begin + begin, n, floats + begin, share);
+    chunk.reduce_here(slice.begin + begin, n);
   };
   across.arrived = [&](int64_t begin, int64_t n) {
     if (wide) narrow(job.dtype, mine + begin * static_cast<int64_t>(job.item()), floats + begin, n);
-    neighbors.share(slice.begin + begin, n);
+    chunk.share(slice.begin + begin, n);
   };
   const Collective& row = choose_collective(OpKind::kAllreduce, across, job.between_nodes);
   if (job.chosen && far.size() > 1) job.chosen(row, across);
@@ -149,12 +169,12 @@ void hierarchical(Job& job) {
   const bool leads = !layout.partners.empty();
   Group near = job.group.part(layout.mine);
   Group far = job.group.part(leads ? layout.partners : std::vector<int>{job.group.me()});
-  const int64_t chunk = static_cast<int64_t>(kChunkNbytes / job.item());
-  for (int64_t at = 0; at < job.count; at += chunk) {
-    const int64_t count = std::min(chunk, job.count - at);
-    Neighbors neighbors(job, near, job.data + at * static_cast<int64_t>(job.item()), count);
-    if (leads) lead(job, far, near.me(), layout.leaders, at, count, layout.weights, neighbors);
-    neighbors.part();
+  const int64_t step = static_cast<int64_t>(kChunkNbytes / job.item());
+  for (int64_t at = 0; at < job.count; at += step) {
+    const int64_t count = std::min(step, job.count - at);
+    NodeChunk chunk(job, near, job.data + at * static_cast<int64_t>(job.item()), count);
+    if (leads) lead(job, far, near.me(), layout, at, count, chunk);
+    chunk.part();
   }
   job.group.count(near);
   job.group.count(far);

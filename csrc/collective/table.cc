@@ -43,12 +43,12 @@ bool exact_here(const Job& job) {
 // nothing is divided or scaled at the end: a sum that wraps around comes out the same.
 bool ring_can(const Job& job) {
   const bool whole = !is_float(job.dtype) && !is_complex(job.dtype);
-  return is_elementwise(job) && job.group.size() > 1 && job.dtype != DType::kF16 &&
-         job.dtype != DType::kBF16 && (!whole || job.finish.identity());
+  const bool half = job.dtype == DType::kF16 || job.dtype == DType::kBF16;
+  return is_elementwise(job) && job.group.size() > 1 && (!half || picks(job.op)) &&
+         (!whole || job.finish.identity());
 }
 bool ring_fits(const Job& job) { return ring_can(job) && is_fastest("ring", job); }
 bool halving_fits(const Job& job) { return ring_can(job) && is_fastest("halving", job); }
-// Sums of 16-bit floats travel between nodes as fp32.
 bool hierarchical_can(const Job& job) {
   const bool whole = !is_float(job.dtype) && !is_complex(job.dtype);
   return adds(job) && job.group.size() > 1 && (!whole || job.finish.identity()) &&

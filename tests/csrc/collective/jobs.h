@@ -20,7 +20,7 @@ namespace bagua {
 
 class YieldingWaiter : public Waiter {
  public:
-  void begin() override {}
+  void begin(int) override {}
   void pause(Node*) override { std::this_thread::yield(); }
 };
 
@@ -70,6 +70,9 @@ inline void put(DType dtype, char* data, int64_t i, double x) {
     case DType::kF16:
       reinterpret_cast<F16*>(data)[i] = to_f16(static_cast<float>(x));
       break;
+    case DType::kBF16:
+      reinterpret_cast<BF16*>(data)[i] = to_bf16(static_cast<float>(x));
+      break;
     case DType::kI32:
       reinterpret_cast<int32_t*>(data)[i] = static_cast<int32_t>(x);
       break;
@@ -79,6 +82,7 @@ inline void put(DType dtype, char* data, int64_t i, double x) {
 }
 inline double get(DType dtype, const char* data, int64_t i) {
   if (dtype == DType::kF16) return to_float(reinterpret_cast<const F16*>(data)[i]);
+  if (dtype == DType::kBF16) return to_float(reinterpret_cast<const BF16*>(data)[i]);
   if (dtype == DType::kI32) return reinterpret_cast<const int32_t*>(data)[i];
   return reinterpret_cast<const float*>(data)[i];
 }

@@ -117,24 +117,47 @@ TEST_P(Hierarchical, ReducesHalvesAndIntegers) {
     }
 }
 
-// One rounding per result: 2048 + 1 is no float16, so a sum over nodes that rounds twice loses both
-// ones.
-TEST(HierarchicalHalves, AreRoundedOnce) {
+// What two nodes of two make of one number of each rank.
+void reduce_halves(const std::vector<float>& numbers, int64_t count, ReduceOp op, float expected,
+                   const std::string& between_nodes = "auto") {
   with_jobs(4, DType::kF16,
-            [](int rank, Job& job) {
-              std::vector<F16> data(1000, to_f16(rank == 0 ? 2048 : rank == 3 ? 0 : 1));
+            [&](int rank, Job& job) {
+              std::vector<F16> data(static_cast<size_t>(count), to_f16(numbers[rank]));
               job.data = reinterpret_cast<char*>(data.data());
-              job.count = 1000;
+              job.count = count;
+              job.op = op;
+              job.finish.divisor = op == ReduceOp::kAverage ? 4 : 1;
+              job.between_nodes = between_nodes;
               hierarchical(job);
-              for (const F16 x : data) ASSERT_EQ(to_float(x), 2050);
+              for (const F16 x : data) ASSERT_EQ(to_float(x), expected);
             },
             {0, 0, 1, 1});
+}
+
+// 2048 + 1 is no float16, so a sum that rounds each node's loses both ones.
+TEST(HierarchicalHalves, ShortOnesAndNamedRowsRoundOnce) {
+  const std::vector<float> numbers = {2048, 1, 1, 0};
+  reduce_halves(numbers, 1000, ReduceOp::kSum, 2050);
+  reduce_halves(numbers, 100000, ReduceOp::kSum, 2050, "ring");
+  reduce_halves(numbers, 100000, ReduceOp::kSum, 2048);
+}
+
+// A node's sum would be Inf, or next to nothing if it were divided by all ranks.
+TEST(HierarchicalHalves, AverageAsFarAsTheyReach) {
+  const float most = 65504, least = 1.0f / (1 << 24);
+  for (const float x : {most, least * 1024})
+    for (const int64_t count : {1000, 100000})
+      reduce_halves({x, x, x, x}, count, ReduceOp::kAverage, x);
+  reduce_halves({40000, 40000, -40000, -20000}, 100000, ReduceOp::kSum, 20000);
 }
 
 TEST_P(Hierarchical, SendsAsIfEachNodeWereOneRank) {
   const int64_t count = 840 * 1000;  // divisible by every number of leaders and nodes
   const auto k = static_cast<int64_t>(node_count());
   EXPECT_EQ(check(count, ReduceOp::kSum, true), 2 * (k - 1) * count * 4);
+  for (const DType dtype : {DType::kF16, DType::kBF16})
+    for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMax})
+      EXPECT_EQ(check(count, op, true, dtype), 2 * (k - 1) * count * 2) << dtype_name(dtype);
 }
 
 }  // namespace
