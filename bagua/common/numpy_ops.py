@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from bagua.common.arrays import NumpyArrays
+from bagua.common.errors import UsageError
 from bagua.common.operations import Operations
 from bagua.common.world import world
 
@@ -18,6 +19,8 @@ _operations = Operations(NumpyArrays())
 def empty_shared(shape: int | Sequence[int], dtype: Any = np.float32) -> Any:
     """An array whose exchanges with ranks of the same machine need no copy."""
     extents = [shape] if isinstance(shape, int) else list(shape)
+    if min(extents, default=0) < 0:
+        raise UsageError(f"empty_shared takes extents from 0 on, not {shape}")
     nbytes = math.prod(extents) * np.dtype(dtype).itemsize
     return np.frombuffer(world().engine.allocate(nbytes), dtype).reshape(extents)
 

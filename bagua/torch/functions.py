@@ -29,7 +29,7 @@ def empty_shared(*shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tenso
     """A tensor whose exchanges with ranks of the same machine need no copy.
 
     Takes a shape as `torch.empty` does. Its memory, whose pages count when they are first written
-    to, lives as long as the tensor or a view of it, but not longer than `shutdown()`.
+    to, lives as long as the tensor or a view of it.
     """
     if not isinstance(dtype, torch.dtype) or any(isinstance(n, torch.dtype) for n in shape):
         raise UsageError("empty_shared takes a shape and dtype=, a torch.dtype such as torch.half")

@@ -38,7 +38,7 @@ from bagua.torch.safety import NonFinite
 
 _optimizer_numbers = itertools.count()
 # Who has begun to exchange in which backward pass.
-_in_backward: dict[int, list[weakref.ref[Gradients]]] = {}
+_by_task: dict[int, list[weakref.ref[Gradients]]] = {}
 
 
 class Gradients:
@@ -210,7 +210,7 @@ class Gradients:
         self._end = weakref.ref(end, hooks.on_forgotten(self))
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._task = torch._C._current_graph_task_id()
-        _in_backward.setdefault(self._task, []).append(weakref.ref(self))
+        _by_task.setdefault(self._task, []).append(weakref.ref(self))
         if self._order is None and not self._silent:
             for bucket in self._buckets:
                 bucket.count_quietly(True)
@@ -219,7 +219,7 @@ class Gradients:
         self._in_backward = False
         # Before anybody waits, everything that this pass has gradients for is launched: another
         # rank may wait for any of it first. In one order, since the first time may wait, too.
-        alive = [other for other in (ref() for ref in _in_backward.pop(self._task, [])) if other]
+        alive = [other for other in (ref() for ref in _by_task.pop(self._task, [])) if other]
         alive = sorted(alive, key=lambda gradients: gradients._number)
         alive = [other for other in alive if not other._silent]
         if claims.contested:  # the result of one may be where another's gradient is
@@ -355,7 +355,7 @@ class Gradients:
         What it launched is waited for; the rest is refused, so that other ranks that wait for it
         hear why.
         """
-        _in_backward.pop(self._task, None)
+        _by_task.pop(self._task, None)
         if not self._silent:
             self._refuse_rest("backward raised an exception on this rank")
         for bucket in self._buckets:

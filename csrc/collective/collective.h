@@ -2,6 +2,7 @@
 // deadlines and failures arrive as exceptions out of Group::wait.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <memory>
@@ -21,7 +22,7 @@
 namespace bagua {
 
 // Grow-only memory that lives as long as the engine, so that steady-state exchanges allocate
-// nothing. Each borrower names a lane, so that two users in one exchange do not collide.
+// next to nothing. Each borrower names a lane, so that two users in one exchange do not collide.
 class Scratch {
  public:
   enum Lane { kFusion, kShare, kReceive, kWide, kWire, kCounts, kLaneCount };
@@ -109,10 +110,16 @@ struct Job {
               Finish finish) const;
 };
 
+// Work on more memory than that is done in parts, so that `touch` can look around in between.
+constexpr int64_t kLongNbytes = 32 << 20;
+
 inline void copy(Group& group, void* to, const void* from, size_t nbytes) {
-  if (to == from || nbytes == 0) return;
-  plain_copy(to, from, nbytes);
-  group.touch(2 * nbytes);
+  if (to == from) return;
+  for (size_t at = 0; at < nbytes; at += kLongNbytes) {
+    const size_t part = std::min<size_t>(kLongNbytes, nbytes - at);
+    group.touch(2 * part);
+    plain_copy(static_cast<char*>(to) + at, static_cast<const char*>(from) + at, part);
+  }
 }
 
 struct Collective {

@@ -13,9 +13,9 @@
 namespace bagua {
 namespace {
 
-class Exchange {
+class Halves {
  public:
-  Exchange(Job& job, float* data)
+  Halves(Job& job, float* data)
       : job_(job), coding_(*job.coding), group_(job.group), data_(data), sends_(job.group) {
     const int n = group_.size();
     const int64_t block = coding_.block();
@@ -125,7 +125,7 @@ class Exchange {
 }  // namespace
 
 void compressed(Job& job) {
-  on_floats(job, [](Job& job, float* data) { Exchange(job, data).run(); });
+  on_floats(job, [](Job& job, float* data) { Halves(job, data).run(); });
 }
 
 }  // namespace bagua

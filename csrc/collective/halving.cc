@@ -13,7 +13,7 @@ void halving(Job& job) {
   int p = 1;
   while (2 * p <= n) p *= 2;
   const int extra = n - p;  // ranks 0 to 2 * extra - 1 are partners, two by two
-  const Piece all{job.data, job.count}, none{job.data, 0};
+  const Chunk all{job.data, job.count}, none{job.data, 0};
   if (me < 2 * extra && me % 2 == 1) {
     pass(job, me - 1, all.as_raw(), me - 1, none, Landing::kReplace);
     return pass(job, me - 1, none, me - 1, all.as_final(), Landing::kReplace);
@@ -29,7 +29,7 @@ void halving(Job& job) {
   const auto span = [&](int begin, int count) {
     const int64_t from = slice_of(job.count, p, begin).begin;
     const Slice last = slice_of(job.count, p, begin + count - 1);
-    return Piece{job.data + from * static_cast<int64_t>(job.item()),
+    return Chunk{job.data + from * static_cast<int64_t>(job.item()),
                  last.begin + last.count - from};
   };
   int begin = 0;  // of the slices that this rank still holds

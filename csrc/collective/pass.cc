@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t kSegmentsAhead = kAheadNbytes / kSegmentNbytes;
 }
 
-void pass(Job& job, int to, Piece out, int from, Piece in, Landing landing, Finish finish) {
+void pass(Job& job, int to, Chunk out, int from, Chunk in, Landing landing, Finish finish) {
   Group& group = job.group;
   const auto item = static_cast<int64_t>(job.item());
   const int64_t step = segment_count(job);
@@ -20,9 +20,9 @@ void pass(Job& job, int to, Piece out, int from, Piece in, Landing landing, Fini
   char* landings =
       reduces ? job.scratch.get(Scratch::kReceive, static_cast<size_t>(ahead * step * item))
               : nullptr;
-  const auto tell = [&](const std::function<void(int64_t, int64_t)>& whom, const Piece& piece,
+  const auto tell = [&](const std::function<void(int64_t, int64_t)>& whom, const Chunk& chunk,
                         int64_t at, int64_t count) {
-    if (whom) whom((piece.data - job.data) / item + at, count);
+    if (whom) whom((chunk.data - job.data) / item + at, count);
   };
   const auto place = [&](int64_t at) {
     return reduces ? landings + at / step % ahead * step * item : in.data + at * item;

@@ -1,4 +1,4 @@
-// One step of an allreduce that goes from peer to peer: a piece leaves for one while another
+// One step of an allreduce that goes from peer to peer: a chunk leaves for one while another
 // comes from one, in segments, so that adding one overlaps with the next one's journey.
 #pragma once
 
@@ -7,29 +7,29 @@
 namespace bagua {
 
 // Elements of a job's data.
-struct Piece {
+struct Chunk {
   char* data;
   int64_t count;
   bool raw = false;    // nobody has looked at them yet
   bool final = false;  // when they have come in
 
-  Piece as_raw(bool is = true) const {
-    Piece same = *this;
+  Chunk as_raw(bool is = true) const {
+    Chunk same = *this;
     same.raw = is;
     return same;
   }
-  Piece as_final(bool is = true) const {
-    Piece same = *this;
+  Chunk as_final(bool is = true) const {
+    Chunk same = *this;
     same.final = is;
     return same;
   }
 };
 
-// What is done with a piece that comes in.
+// What is done with a chunk that comes in.
 enum class Landing { kReplace, kReduce };
 
 // Sends `out` to `to` and receives `in` from `from`: over what is there, or reduced with it and
 // finished. Calls the job's prepare for what is raw and arrived for what is final.
-void pass(Job& job, int to, Piece out, int from, Piece in, Landing landing, Finish finish = {});
+void pass(Job& job, int to, Chunk out, int from, Chunk in, Landing landing, Finish finish = {});
 
 }  // namespace bagua

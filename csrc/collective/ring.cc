@@ -11,7 +11,7 @@ void ring(Job& job) {
   const int right = job.group.neighbor(1), left = job.group.neighbor(-1);
   const auto chunk = [&](int index) {
     const Slice slice = slice_of(job.count, n, (index % n + n) % n);
-    return Piece{job.data + slice.begin * static_cast<int64_t>(job.item()), slice.count};
+    return Chunk{job.data + slice.begin * static_cast<int64_t>(job.item()), slice.count};
   };
   for (int s = 0; s < n - 1; ++s) {
     const bool last = s == n - 2;

@@ -9,7 +9,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
-#include <sys/random.h>
+
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -19,6 +19,7 @@
 #include "common/clock.h"
 #include "common/errors.h"
 #include "common/forked.h"
+#include "common/random.h"
 
 namespace bagua {
 namespace {
@@ -162,8 +163,7 @@ std::vector<std::string> local_addresses(const std::string& interfaces) {
 
 std::string random_hex(int nbytes) {
   std::string bytes(static_cast<size_t>(nbytes), '\0');
-  if (::getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size()))
-    throw InternalError(errno_text("getrandom"));
+  fill_randomly(bytes.data(), bytes.size());
   std::string hex;
   for (const unsigned char c : bytes) {
     hex += "0123456789abcdef"[c >> 4];

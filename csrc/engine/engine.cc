@@ -154,7 +154,7 @@ HandlePtr Engine::submit(RequestPtr request, Urgency urgency) {
   return handle;
 }
 
-bool Engine::wait(const Handle& handle, double timeout_s) {
+bool Engine::wait(const Handle& handle, double timeout_s, const Interrupted& interrupted) {
   if (handle.done()) return true;
   refuse_in_child();
   const double deadline_s = now_s() + timeout_s;
@@ -167,7 +167,9 @@ bool Engine::wait(const Handle& handle, double timeout_s) {
       lock.unlock();
       channel_->hush(true);
       caller_drives_ = true;
+      interrupted_ = interrupted ? &interrupted : nullptr;
       drive(&handle, deadline_s);
+      interrupted_ = nullptr;
       const bool more = !decisions_.empty() || anything_open() || on_device() ||
                         (ledger_ && ledger_->has_background());
       channel_->hush(false);

@@ -58,8 +58,11 @@ class Engine {
   // that make the same call.
   HandlePtr submit(RequestPtr request, Urgency urgency);
 
-  // Blocks until the handle is done or the time is up; true when done. Any thread.
-  bool wait(const Handle& handle, double timeout_s);
+  // Blocks until the handle is done or the time is up; true when done. Any thread. The time is up
+  // between exchanges only: in one that gets nowhere this thread asks now and then whether it was
+  // interrupted, which ends the engine.
+  using Interrupted = std::function<bool()>;
+  bool wait(const Handle& handle, double timeout_s, const Interrupted& interrupted = {});
   // The same until it has its values. It leaves the work to the coordination thread, which goes on
   // with it afterwards.
   bool wait_values(const Handle& handle, double timeout_s);
@@ -165,7 +168,7 @@ class Engine {
   void tick();
   void lose(int rank, const std::string& how);
   void look_for_stalls(double now);
-  void check_progress(double waited_s, double& warned_s);
+  void check_progress(double waited_s, int peer, double& warned_s);
   FailurePtr verdict_on(FailurePtr failure);
   void poison(FailurePtr failure);
   void let_go_of_exchange();
@@ -207,7 +210,9 @@ class Engine {
   std::unordered_set<const Collective*> chosen_;
   std::vector<bool> left_;  // by rank: shut down or gone, as far as this rank hears
   bool stopping_now_ = false;
-  bool caller_drives_ = false;  // a waiting thread does, not the coordination thread
+  bool caller_drives_ = false;                // a waiting thread does, not the coordination thread
+  const Interrupted* interrupted_ = nullptr;  // that thread's
+  double asked_s_ = 0;                        // when it was last asked
 
   std::mutex mutex_;
   std::condition_variable changed_;      // a handle is done, or nobody drives

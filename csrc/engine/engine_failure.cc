@@ -10,7 +10,9 @@ namespace bagua {
 namespace {
 
 constexpr double kLastWorkS = 30;  // that devices still do for others when this rank leaves
-constexpr double kVerdictS = 1;    // after a transport's error: time for rank 0 to say who died
+constexpr double kAskAfterS = 1;   // in an exchange, whether its caller was interrupted
+constexpr double kAskEveryS = 0.25;
+constexpr double kVerdictS = 1;  // after a transport's error: time for rank 0 to say who died
 
 std::string seconds(double s) { return std::to_string(static_cast<int>(s + 0.5)) + " s"; }
 
@@ -140,20 +142,29 @@ void Engine::look_for_stalls(double now) {
 }
 
 // An agreed exchange should only take as long as its bytes; when nothing arrives for long, say so.
-void Engine::check_progress(double waited_s, double& warned_s) {
+void Engine::check_progress(double waited_s, int peer, double& warned_s) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (abandoned_) throw PeerError("bagua is ending on this rank");
   }
+  const auto stuck = [&] {
+    std::string text = exchanging_.empty() ? "an exchange" : exchanging_[0]->label();
+    if (exchanging_.size() > 1) text += " and " + std::to_string(exchanging_.size() - 1) + " more";
+    return text + ", on which all ranks had agreed, made no progress for " + seconds(waited_s) +
+           (peer < 0 ? "" : ", waiting for " + name_of(peer));
+  };
+  constexpr const char* kPerhaps =
+      " although all ranks answer: is the network between them blocked? (stall_fail_s)";
   if (config_.stall_fail_s > 0 && waited_s > config_.stall_fail_s)
-    throw PeerError("an exchange that every rank had agreed to made no progress for " +
-                    seconds(waited_s) +
-                    " although all ranks answer: is the network between "
-                    "them blocked? (stall_fail_s)");
+    throw PeerError(stuck() + kPerhaps);
   const double now = now_s();
+  if (interrupted_ && waited_s > kAskAfterS && now - asked_s_ > kAskEveryS) {
+    asked_s_ = now;
+    if ((*interrupted_)()) throw Verdict(name_of(rank_) + " was interrupted: " + stuck());
+  }
   if (config_.stall_warn_s <= 0 || now - warned_s < config_.stall_warn_s) return;
   warned_s = now;
-  log_.write(LogLevel::kWarning, "an exchange has made no progress for " + seconds(waited_s));
+  log_.write(LogLevel::kWarning, stuck() + kPerhaps);
 }
 
 // A transport often only knows that something broke; rank 0 knows who. Wait a moment for its word.

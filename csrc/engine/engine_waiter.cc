@@ -19,9 +19,10 @@ constexpr int kSleepUs = 2000;  // where a peer wakes us; in between we look for
 
 }  // namespace
 
-void EngineWaiter::begin() {
+void EngineWaiter::begin(int peer) {
   if (began_s_ > 0) patience_.waited((looked_s_ - began_s_) * 1e6);
   pauses_ = 0;
+  peer_ = peer;
   began_s_ = 0;
   nap_us_ = kNapUs;
 }
@@ -50,7 +51,12 @@ void EngineWaiter::pause(Node* node) {
   if (!own_core) nap_us_ = std::min(nap_us_ + nap_us_ / 2, kLongestNapUs);
   looked_s_ = now_s();
   engine_.tick();
-  engine_.check_progress(now - began_s_, warned_s_);
+  engine_.check_progress(now - began_s_, peer_, warned_s_);
+}
+
+void EngineWaiter::look() {
+  engine_.receive(0);
+  engine_.tick();
 }
 
 }  // namespace bagua

@@ -14,8 +14,9 @@ class Engine;
 class EngineWaiter : public Waiter {
  public:
   EngineWaiter(Engine& engine, double spin_us) : engine_(engine), patience_(spin_us) {}
-  void begin() override;
+  void begin(int peer) override;
   void pause(Node* node) override;
+  void look() override;
 
  private:
   Engine& engine_;
@@ -24,6 +25,7 @@ class EngineWaiter : public Waiter {
   double looked_s_ = 0;
   double warned_s_ = 0;
   int pauses_ = 0;
+  int peer_ = -1;
   int nap_us_ = 0;
 };
 

@@ -1,6 +1,8 @@
 #include "engine/request.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 
 namespace bagua {
 
@@ -21,10 +23,13 @@ std::string shape_text(const std::vector<int64_t>& shape) {
   return text + "]";
 }
 
+// As short as it can be told from any other.
 std::string number_text(double x) {
-  std::string text = std::to_string(x);
-  while (text.back() == '0') text.pop_back();
-  if (text.back() == '.') text.pop_back();
+  char text[32];
+  for (int digits = 1; digits <= 17; ++digits) {
+    std::snprintf(text, sizeof text, "%.*g", digits, x);
+    if (std::strtod(text, nullptr) == x) break;
+  }
   return text;
 }
 

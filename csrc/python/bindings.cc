@@ -169,6 +169,7 @@ PYBIND11_MODULE(_core, m) {
       .def("node_count", &Engine::node_count)
       .def("allocate",
            [](Engine& e, int64_t nbytes) {
+             if (nbytes < 0) throw UsageError("there is no memory of a negative size");
              return std::make_shared<Memory>(
                  Memory{e.allocate(static_cast<size_t>(nbytes)), nbytes});
            })
@@ -183,6 +184,7 @@ PYBIND11_MODULE(_core, m) {
         d["sent_nbytes"] = e.sent_nbytes();
         d["touched_nbytes"] = e.touched_nbytes();
         d["exchanges"] = e.exchange_count();
+        d["helped"] = e.helped_count();
         d["control_messages"] = e.message_count();
         return d;
       });

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <new>
+#include <optional>
 #include <utility>
 
 #include "python/plain.h"
@@ -36,15 +37,23 @@ void dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-// Blocks without the GIL, but lets Ctrl-C through between the slices.
+// Blocks without the GIL, but lets Ctrl-C through between the slices, and within them where the
+// engine asks.
 template <class WaitSlice>
 void wait_until(WaitSlice&& wait_slice) {
   constexpr double kSliceS = 0.25;
+  std::optional<py::error_already_set> interrupt;
+  const Engine::Interrupted interrupted = [&] {
+    const py::gil_scoped_acquire acquire;
+    if (!interrupt && PyErr_CheckSignals() != 0) interrupt.emplace();
+    return interrupt.has_value();
+  };
   for (bool done = false; !done;) {
     {
       py::gil_scoped_release release;
-      done = wait_slice(kSliceS);
+      done = wait_slice(kSliceS, interrupted);
     }
+    if (interrupt) throw py::error_already_set(*interrupt);
     if (!done && PyErr_CheckSignals() != 0) throw py::error_already_set();
   }
 }
@@ -61,7 +70,9 @@ PyObject* wait(PyObject* self, PyObject*) {
       throw UsageError("this handle has been waited for already; keep the first result");
     if (!h.handle->done()) {
       const auto engine = h.engine;  // another thread may finish waiting first
-      wait_until([&](double slice_s) { return engine->wait(*h.handle, slice_s); });
+      wait_until([&](double slice_s, const Engine::Interrupted& interrupted) {
+        return engine->wait(*h.handle, slice_s, interrupted);
+      });
       if (!h.engine) throw UsageError("another thread waited for this handle at the same time");
     }
     const auto engine = std::exchange(h.engine, nullptr);
@@ -86,7 +97,9 @@ PyObject* wait_values(PyObject* self, PyObject*) {
     PyHandle& h = as_handle(self);
     const auto engine = h.engine;
     if (engine && !h.handle->has_values())
-      wait_until([&](double slice_s) { return engine->wait_values(*h.handle, slice_s); });
+      wait_until([&](double slice_s, const Engine::Interrupted&) {
+        return engine->wait_values(*h.handle, slice_s);
+      });
     if (h.handle->done()) h.handle->rethrow();
     follow(*h.handle);
     return new_ref(Py_None);

@@ -63,13 +63,13 @@ class Group {
   bool done(Ticket ticket) { return transport_.done(ticket); }
   // Waits for one message.
   void wait(Ticket ticket) {
-    wait_until([&] { return transport_.done(ticket); });
+    wait_until([&] { return transport_.done(ticket); }, transport_.peer_of(ticket));
   }
-  // Waits for something that is nobody's word.
+  // Waits for something that is nobody's word, or this rank's.
   template <class Reached>
-  void wait_until(Reached&& reached) {
+  void wait_until(Reached&& reached, int peer = -1) {
     if (reached()) return;
-    waiter_.begin();
+    waiter_.begin(peer);
     do waiter_.pause(nullptr);
     while (!reached());
   }
@@ -108,9 +108,15 @@ class Group {
 
   // ---- what this rank does, for the counters ---------------------------------------------------
 
-  // So many bytes of memory were read or written. A message counts once at either end, however
-  // often the transport copies it.
-  void touch(size_t nbytes) { touched_nbytes_ += static_cast<int64_t>(nbytes); }
+  // So many bytes of memory are read or written. A message counts once at either end, however
+  // often the transport copies it. Who never has to wait for long looks around here: see
+  // Waiter::look.
+  void touch(size_t nbytes) {
+    touched_nbytes_ += static_cast<int64_t>(nbytes);
+    if (touched_nbytes_ < look_at_) return;
+    look_at_ = touched_nbytes_ + kLookNbytes;
+    waiter_.look();
+  }
 
   int64_t sent_nbytes() const { return sent_nbytes_; }
   int64_t touched_nbytes() const { return touched_nbytes_; }
@@ -118,7 +124,7 @@ class Group {
  private:
   Note hear_peer(int peer) {
     if (!node_->heard(peer)) {
-      waiter_.begin();
+      waiter_.begin(node_->rank_of(peer));
       do waiter_.pause(node_);
       while (!node_->heard(peer));
     }
@@ -131,8 +137,10 @@ class Group {
   const int me_;
   Node* node_;
   std::vector<int> node_indices_;
+  static constexpr int64_t kLookNbytes = 128 << 20;
   int64_t sent_nbytes_ = 0;
   int64_t touched_nbytes_ = 0;
+  int64_t look_at_ = kLookNbytes;
 };
 
 // Messages that are waited for together.

@@ -90,21 +90,21 @@ class MpiTransport : public Transport {
   }
 
   Ticket send(int peer, const void* data, size_t nbytes) override {
-    return start(nbytes, [&](size_t at, int n, MPI_Request* request) {
+    return start(peer, nbytes, [&](size_t at, int n, MPI_Request* request) {
       const char* from = static_cast<const char*>(data) + at;
       check(MPI_Isend(from, n, MPI_BYTE, peer, kTag, comm_, request), "MPI_Isend");
     });
   }
 
   Ticket recv(int peer, void* data, size_t nbytes) override {
-    return start(nbytes, [&](size_t at, int n, MPI_Request* request) {
+    return start(peer, nbytes, [&](size_t at, int n, MPI_Request* request) {
       char* to = static_cast<char*>(data) + at;
       check(MPI_Irecv(to, n, MPI_BYTE, peer, kTag, comm_, request), "MPI_Irecv");
     });
   }
 
   bool done(Ticket ticket) override {
-    auto& requests = slots_[ticket];
+    auto& requests = slots_[ticket].requests;
     int flag = 0;
     check(
         MPI_Testall(static_cast<int>(requests.size()), requests.data(), &flag, MPI_STATUSES_IGNORE),
@@ -114,6 +114,8 @@ class MpiTransport : public Transport {
     free_.push_back(ticket);
     return true;
   }
+
+  int peer_of(Ticket ticket) const override { return slots_[ticket].peer; }
 
   void progress() override {
     int flag = 0;
@@ -130,20 +132,26 @@ class MpiTransport : public Transport {
   }
 
  private:
+  struct Slot {
+    int peer = -1;
+    std::vector<MPI_Request> requests;  // more than one only above kMaxMessage
+  };
+
   template <class Start>
-  Ticket start(size_t nbytes, Start&& start_piece) {
+  Ticket start(int peer, size_t nbytes, Start&& start_piece) {
     if (free_.empty()) {
       free_.push_back(static_cast<Ticket>(slots_.size()));
       slots_.emplace_back();
     }
     const Ticket ticket = free_.back();
     free_.pop_back();
+    slots_[ticket].peer = peer;
     size_t at = 0;
     do {
       const size_t n = std::min(nbytes - at, kMaxMessage);
       MPI_Request request;
       start_piece(at, static_cast<int>(n), &request);
-      slots_[ticket].push_back(request);
+      slots_[ticket].requests.push_back(request);
       at += n;
     } while (at < nbytes);
     return ticket;
@@ -153,8 +161,8 @@ class MpiTransport : public Transport {
   int rank_ = 0;
   int size_ = 0;
   std::unique_ptr<Node> node_;
-  std::vector<int> node_numbers_;                // by rank
-  std::vector<std::vector<MPI_Request>> slots_;  // by ticket; more than one only above kMaxMessage
+  std::vector<int> node_numbers_;  // by rank
+  std::vector<Slot> slots_;        // by ticket
   std::vector<Ticket> free_;
 };
 

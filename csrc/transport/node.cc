@@ -9,11 +9,11 @@
 #include <climits>
 #include <cstring>
 #include <new>
-#include <random>
 
 #include "common/bytes.h"
 #include "common/clock.h"
 #include "common/errors.h"
+#include "common/random.h"
 
 namespace bagua {
 
@@ -39,11 +39,6 @@ namespace {
 
 long futex(std::atomic<uint32_t>& word, int op, uint32_t value, const timespec* timeout) {
   return ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), op, value, timeout, nullptr, 0);
-}
-
-uint64_t random_token() {
-  std::random_device device;
-  return (static_cast<uint64_t>(device()) << 32) | device();
 }
 
 }  // namespace
@@ -91,9 +86,9 @@ std::unique_ptr<Node> Node::meet(const std::vector<int>& ranks, int rank, const 
   std::string card, problem;
   try {
     node.reset(new Node(ranks, static_cast<int>(me)));
-    node->board_->token = random_token();
+    fill_randomly(&node->board_->token, sizeof(uint64_t));
     card = card_of(node->board_memory_, node->board_->token);
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
     problem = error.what();
   }
   const std::vector<std::string> cards = exchange(card);
@@ -101,7 +96,7 @@ std::unique_ptr<Node> Node::meet(const std::vector<int>& ranks, int rank, const 
     // Who has no card will say why.
     for (size_t i = 0; i < cards.size() && problem.empty(); ++i)
       if (!cards[i].empty()) node->enter(static_cast<int>(i), cards[i]);
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
     problem = error.what();
   }
   // All of them or none.

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -73,6 +74,12 @@ Segment::Segment(int pid, int fd, size_t nbytes) : nbytes_(nbytes) {
     throw PeerError("process " + std::to_string(pid) + " is gone, or of another container");
   if (mine < 0) fail("open another process's", nbytes_, errno);
   try {
+    // In another container the same numbers may name any file, or end earlier than what is touched.
+    struct stat file{};
+    if (::fstat(mine, &file) != 0 || !S_ISREG(file.st_mode) ||
+        static_cast<size_t>(file.st_size) < nbytes)
+      throw PeerError("what process " + std::to_string(pid) +
+                      " of this container has open is not the memory that was meant");
     map(mine);
   } catch (...) {
     ::close(mine);
@@ -134,7 +141,8 @@ uint32_t Arenas::add_segment(size_t nbytes, size_t wanted) {
   while (number < segments_.size() && segments_[number].memory) ++number;
   if (number == kMaxSegments)
     throw UsageError("there are " + std::to_string(kMaxSegments) +
-                     " segments of shared memory in use already");
+                     " segments of shared memory in use already; let go of some tensors of "
+                     "empty_shared(), or make fewer and larger ones");
   auto memory = std::make_unique<Segment>(nbytes, wanted);
   if (number == segments_.size()) segments_.emplace_back();
   Owned& owned = segments_[number];

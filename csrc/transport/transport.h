@@ -27,6 +27,9 @@ class Transport {
   // Makes progress; true once, when the message has left or arrived.
   virtual bool done(Ticket ticket) = 0;
 
+  // Who sends or receives it; -1 where nobody has taken note.
+  virtual int peer_of(Ticket) const { return -1; }
+
   // Lets messages that are done for us, but not yet for the peer, go on. Cheap.
   virtual void progress() = 0;
 
@@ -58,9 +61,12 @@ inline bool on_shared_nodes(const Transport& transport, const std::vector<int>& 
 class Waiter {
  public:
   virtual ~Waiter() = default;
-  virtual void begin() = 0;  // a new wait starts: spin again
+  // A new wait starts, for this rank or, if -1, nobody in particular: spin again.
+  virtual void begin(int peer) = 0;
   // `node`, if not null, can put the thread to sleep until what is waited for may be there.
   virtual void pause(Node* node) = 0;
+  // In the middle of long work: answers whoever asks for this rank, and throws as pause() does.
+  virtual void look() {}
 };
 
 }  // namespace bagua

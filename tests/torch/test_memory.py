@@ -103,6 +103,9 @@ def test_empty_shared_takes_shapes_as_empty_does(hvd):
     assert hvd.empty_shared(4, dtype=torch.bfloat16).dtype == torch.bfloat16
     with pytest.raises((RuntimeError, TypeError)):
         hvd.empty_shared(-5)
+    for shape in (-1, (-2, -3)):
+        with pytest.raises(bagua.UsageError, match="from 0 on"):
+            bagua.empty_shared(shape)
     assert bagua.empty_shared((2, 3), np.int16).shape == (2, 3)
 
 

@@ -278,8 +278,8 @@ TEST(Engine, NamesTheFirstDifference) {
     }
     EXPECT_CONTAINS(differ(roots[0], roots[1]), "root");
     RequestPtr scaled = allreduce_of("x", f);
-    scaled->description.prescale = 0.5;
-    EXPECT_CONTAINS(differ(allreduce_of("x", f), scaled), "0.5 on rank 1");
+    scaled->description.prescale = 1e-7;
+    EXPECT_CONTAINS(differ(allreduce_of("x", f), scaled), "1 on rank 0, 1e-07 on rank 1");
     RequestPtr two = allreduce_of("x", f);
     add_vector(*two, i);
     EXPECT_CONTAINS(differ(allreduce_of("x", f), two), "number of tensors");

@@ -229,8 +229,22 @@ TEST_P(EveryDriver, ExchangeWithoutProgressFails) {
   strict.stall_fail_s = 0.5;
   MutePeer peer(strict);
   const std::string text = failure_with(peer, true);
-  EXPECT_CONTAINS(text, "made no progress");
+  EXPECT_CONTAINS(text, "x, on which all ranks had agreed, made no progress");
   EXPECT_CONTAINS(text, "stall_fail_s");
+}
+
+TEST(Interrupted, InAnExchangeThatGetsNowhere) {
+  MutePeer peer(quiet_config());
+  std::vector<float> data(1000, 1);
+  const RequestPtr request = allreduce_of("x", data);
+  run_ranks(2, [&](int rank) {
+    if (rank == 1) return peer.agree(*request, true, [&] { return request->handle->done(); });
+    const HandlePtr handle = peer.engine.submit(request, Urgency::kWaited);
+    int asked = 0;
+    EXPECT_TRUE(peer.engine.wait(*handle, kHangS, [&] { return ++asked == 2; }));
+    const std::string text = error_of<PeerError>([&] { handle->rethrow(); });
+    EXPECT_CONTAINS(text, "rank 0 (host h0) was interrupted: x, on which");
+  });
 }
 
 TEST_P(EveryDriver, SilenceIsAnErrorThatNamesTheRank) {

@@ -15,7 +15,7 @@ namespace {
 
 class Impatient : public Waiter {
  public:
-  void begin() override {}
+  void begin(int) override {}
   void pause(Node*) override { std::this_thread::yield(); }
 };
 

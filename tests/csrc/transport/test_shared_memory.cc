@@ -1,7 +1,9 @@
 #include "transport/shared_memory.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -46,6 +48,17 @@ TEST(Segment, OfThisProcessOutlivesItsMaker) {
 
 TEST(Segment, OfAProcessThatIsGoneIsAPeerError) {
   EXPECT_THROW(Segment(::getpid(), 1 << 20, 4096), PeerError);
+}
+
+TEST(Segment, WhatIsNoSuchMemoryIsAPeerError) {
+  const int shorter = ::memfd_create("shorter", MFD_CLOEXEC);
+  ASSERT_EQ(::ftruncate(shorter, 4096), 0);
+  EXPECT_NO_THROW(Segment(::getpid(), shorter, 4096));
+  EXPECT_THROW(Segment(::getpid(), shorter, 8192), PeerError) << "touching it would be SIGBUS";
+  ::close(shorter);
+  const int terminal = ::open("/dev/null", O_RDWR | O_CLOEXEC);
+  EXPECT_THROW(Segment(::getpid(), terminal, 4096), PeerError);
+  ::close(terminal);
 }
 
 TEST(Segment, TooLargeIsAnErrorBeforeAnythingIsMade) {
