@@ -6,7 +6,8 @@ Hosts are network namespaces (hosts.py) of one rank each; the model is the MLP o
 Every system has a model of its own and takes turns of a few steps, in every round of one run. Some
 exchange in some steps only, or whenever there is time: their turns are longer, a multiple of their
 period, and count as a whole. A step's cost is that of the slowest rank, its bytes are those that
-the busiest host's interface sent.
+the busiest host's interface sent, and codec is what of it the busiest rank spent on encoding and
+decoding: where links are fast, no algorithm should be slower than `gradient_allreduce` by more.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ PEERS = ("gloo", "horovod")  # those of fp32 that algorithms are compared with
 class Figure:
     step_s: float
     sent_nbytes: float  # a step, by a host
+    codec_s: float  # a step, by a rank
 
 
 class Turns:
@@ -59,6 +61,7 @@ class Turns:
         self._inputs = inputs
         self._times: list[float] = []
         self._sent: list[float] = []
+        self._coded: list[float] = []
         every = algorithm.every if algorithm else 1
         self._in_background = algorithm is not None and algorithm.when == "background"
         self._steps_differ = every > 1 or self._in_background
@@ -75,7 +78,7 @@ class Turns:
         step(self._model, self._optimizer, self._inputs)
         _wait_for_silence()
         meet()
-        before, times = sent_nbytes(), []
+        before, coded_before, times = sent_nbytes(), _codec_s(), []
         for _ in range(self._turn):
             start = time.perf_counter()
             step(self._model, self._optimizer, self._inputs)
@@ -84,6 +87,7 @@ class Turns:
         if counts:
             self._times += [statistics.fmean(times)] if self._steps_differ else times
             self._sent.append((sent_nbytes() - before) / self._turn)
+            self._coded.append((_codec_s() - coded_before) / self._turn)
         if self._in_background:
             self._optimizer.settle()  # some ranks have begun what others would in their next turn
             _wait_for_silence()
@@ -92,7 +96,14 @@ class Turns:
     def end(self) -> Figure:
         if hasattr(self._optimizer, "settle"):
             self._optimizer.settle()
-        return Figure(statistics.median(self._times), statistics.fmean(self._sent))
+        means = map(statistics.fmean, (self._sent, self._coded))
+        return Figure(statistics.median(self._times), *means)
+
+
+def _codec_s() -> float:
+    import bagua.torch
+
+    return bagua.torch.counters()["codec_us"] / 1e6
 
 
 def _wait_for_silence() -> None:
@@ -131,6 +142,7 @@ def measure(names: list[str], rounds: int, address: str) -> dict[str, Figure]:
         name: Figure(
             max(figures[name].step_s for figures in everyone),
             max(figures[name].sent_nbytes for figures in everyone),
+            max(figures[name].codec_s for figures in everyone),
         )
         for name in mine
     }
@@ -146,12 +158,15 @@ def table(figures: dict[str, Figure]) -> str:
     adds = added(figures)
     best = min((name for name in PEERS if name in figures), key=lambda name: adds[name])
     width = max(map(len, figures)) + 2
-    lines = [f"{'system':<{width}}{'step':>11}{'adds':>12}{'sent':>12}   less than {best}"]
+    lines = [
+        f"{'system':<{width}}{'step':>11}{'adds':>12}{'sent':>12}{'codec':>11}   less than {best}"
+    ]
     for name, figure in figures.items():
         line = f"{name:<{width}}{figure.step_s * 1e3:>8.1f} ms"
         if name in adds:
             less = f"{adds[best] / adds[name]:.2f} x" if adds[name] > 0 else "lost in noise"
-            line += f"{adds[name] * 1e3:>9.1f} ms{figure.sent_nbytes / 1e6:>9.2f} MB   {less}"
+            line += f"{adds[name] * 1e3:>9.1f} ms{figure.sent_nbytes / 1e6:>9.2f} MB"
+            line += f"{figure.codec_s * 1e3:>8.1f} ms   {less}"
         lines.append(line)
     return "\n".join(lines)
 

@@ -267,8 +267,8 @@ def counters() -> dict[str, int]:
 
     `sent_nbytes` counts bytes given to messages; exchanges inside a machine need none, where they
     go through shared memory. `touched_nbytes` counts bytes of memory that exchanges read or wrote,
-    `exchanges` how many there were, `helped` how often another thread joined in one,
-    `control_messages` what the ranks said to agree on them.
+    `codec_us` the microseconds that codecs took on CPUs, `exchanges` how many there were, `helped`
+    how often another thread joined in one, `control_messages` what the ranks said to agree on them.
     """
     return dict(world().engine.counters())
 

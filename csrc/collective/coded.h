@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "collective/collective.h"
+#include "common/clock.h"
 
 namespace bagua {
 
@@ -27,6 +28,18 @@ struct Stretch {
 // `count` values from `begin` on, `step` at a time; 0: as many as are worth a message.
 std::vector<Stretch> stretches(const Coding& coding, int64_t begin, int64_t count,
                                int64_t step = 0);
+
+// Counts the time until its end as the codec's.
+class CodecTime {
+ public:
+  explicit CodecTime(Group& group) : group_(group) {}
+  ~CodecTime() { group_.code(now_s() - began_s_); }
+  CodecTime(const CodecTime&) = delete;
+
+ private:
+  Group& group_;
+  const double began_s_ = now_s();
+};
 
 // Encodes these of the values in `data`; `residual`, null or for all of data, says what is lost.
 void encode(Job& job, const float* data, float* residual, const Stretch& stretch, char* wire);

@@ -85,6 +85,7 @@ class Halves {
     const bool mine = i == group_.me();
     for (const Stretch& segment : segments_[i]) {
       if (job_.prepare) job_.prepare(segment.begin, segment.count);
+      const CodecTime time(group_);
       char* wire = (mine ? parts_[i].taken : parts_[i].given) + segment.at;
       encode(job_, data_, job_.kept[0], segment, wire);
       if (!mine) sends_.add(group_.send(i, wire, static_cast<size_t>(segment.nbytes)));
@@ -95,6 +96,7 @@ class Halves {
   void reduce(const Stretch& segment) {
     char* const result = parts_[group_.me()].result + segment.at;
     for (const Stretch& tile : stretches(coding_, segment.begin, segment.count, kTile)) {
+      const CodecTime time(group_);
       std::vector<const char*> said;
       for (const Wires& wires : parts_) said.push_back(wires.taken + segment.at + tile.at);
       coding_.add_up(said, job_.finish, tile.count, data_ + tile.begin);
@@ -109,7 +111,10 @@ class Halves {
   void take(const Stretch& segment, const char* wire) {
     const bool past = job_.leaves && job_.nbytes() >= kStreamNbytes;
     const auto decode = past ? &Coding::decode_past : &Coding::decode;
-    (coding_.*decode)(wire, segment.count, data_ + segment.begin, best_isa());
+    {
+      const CodecTime time(group_);
+      (coding_.*decode)(wire, segment.count, data_ + segment.begin, best_isa());
+    }
     if (job_.arrived) job_.arrived(segment.begin, segment.count);
   }
 

@@ -58,6 +58,7 @@ void mirrored(Job& job) {
     if (job.prepare) job.prepare(segment.begin, segment.count);
     char* wire = mine + segment.at;
     for (const Stretch& part : stretches(coding, segment.begin, segment.count, kPart)) {
+      const CodecTime time(group);
       float z[kPart] = {};
       if (!rests) difference(x + part.begin, job, part.begin, part.count, z);
       coding.encode(z, part.count, wire + part.at);
@@ -77,6 +78,7 @@ void mirrored(Job& job) {
     group.wait(*ticket++);
     if (left != right) group.wait(*ticket++);
     if (rests) continue;
+    const CodecTime time(group);
     coding.decode_add(from_left + segment.at, segment.count, job.kept[1] + segment.begin);
     coding.decode_add(from_right + segment.at, segment.count, job.kept[2] + segment.begin);
   }

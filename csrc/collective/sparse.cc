@@ -24,7 +24,10 @@ void gather(Job& job, float* data, const std::vector<Stretch>& segments, int64_t
   for (const Stretch& segment : segments) {
     if (job.prepare) job.prepare(segment.begin, segment.count);
     char* mine = wires + group.me() * nbytes + segment.at;
-    encode(job, data, job.kept[0], segment, mine);
+    {
+      const CodecTime time(group);
+      encode(job, data, job.kept[0], segment, mine);
+    }
     for (int d = 1; d < n; ++d)
       sends.add(group.send(group.neighbor(d), mine, static_cast<size_t>(segment.nbytes)));
   }
@@ -36,6 +39,7 @@ void gather(Job& job, float* data, const std::vector<Stretch>& segments, int64_t
   for (const Stretch& segment : segments) {
     for (int d = 1; d < n; ++d) group.wait(*arrival++);
     for (const Stretch& tile : stretches(*job.coding, segment.begin, segment.count, kTile)) {
+      const CodecTime time(group);
       std::vector<const char*> said;
       for (int i = 0; i < n; ++i) said.push_back(wires + i * nbytes + segment.at + tile.at);
       float* const out = data + tile.begin;
@@ -53,6 +57,7 @@ void densely(Job& job, float* data, const std::vector<Stretch>& segments, int64_
   char* wire = job.scratch.get(Scratch::kWire, static_cast<size_t>(nbytes));
   for (const Stretch& segment : segments) {
     if (job.prepare) job.prepare(segment.begin, segment.count);
+    const CodecTime time(job.group);
     encode(job, data, job.kept[0], segment, wire);
     job.coding->decode(wire, segment.count, data + segment.begin);
   }

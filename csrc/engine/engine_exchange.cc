@@ -77,6 +77,7 @@ void Engine::exchange(int32_t id, const std::vector<RequestPtr>& requests) {
   end();
   sent_nbytes_ += group.sent_nbytes();
   touched_nbytes_ += group.touched_nbytes();
+  coding_us_ += static_cast<int64_t>(group.coding_s() * 1e6);
   ++exchange_count_;
   complete(requests, nullptr);
 }

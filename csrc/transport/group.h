@@ -37,6 +37,7 @@ class Group {
   void count(const Group& part) {
     sent_nbytes_ += part.sent_nbytes_;
     touched_nbytes_ += part.touched_nbytes_;
+    coding_s_ += part.coding_s_;
   }
   bool on_shared_nodes() const { return bagua::on_shared_nodes(transport_, ranks_); }
   // Equal for those that share memory.
@@ -118,7 +119,11 @@ class Group {
     waiter_.look();
   }
 
+  // So long it took to encode or decode.
+  void code(double s) { coding_s_ += s; }
+
   int64_t sent_nbytes() const { return sent_nbytes_; }
+  double coding_s() const { return coding_s_; }
   int64_t touched_nbytes() const { return touched_nbytes_; }
 
  private:
@@ -141,6 +146,7 @@ class Group {
   int64_t sent_nbytes_ = 0;
   int64_t touched_nbytes_ = 0;
   int64_t look_at_ = kLookNbytes;
+  double coding_s_ = 0;
 };
 
 // Messages that are waited for together.

@@ -133,9 +133,10 @@ def test_bytes_on_the_wire(everyone, hvd, codec):
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.0), algorithm=algorithm)
     for _ in range(3):
         optimizer.zero_grad()
-        before = hvd.counters()["sent_nbytes"]
+        before = hvd.counters()
         (param * gradient(everyone.me, 0, (1, count))).sum().backward()
-        sent = hvd.counters()["sent_nbytes"] - before
+        sent = hvd.counters()["sent_nbytes"] - before["sent_nbytes"]
+        assert (hvd.counters()["codec_us"] > before["codec_us"]) == (everyone.size > 1)
     coding = Simulation(algorithm.plan(None, None, 0), everyone.size, count).coding
     n = everyone.size
     if codec == "topk":  # all to all
