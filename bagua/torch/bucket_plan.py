@@ -30,6 +30,7 @@ class Plan:
         wire_dtype: torch.dtype | None,
         bucket_nbytes: int,
         fold: Fold | None,
+        step: int,
     ) -> None:
         self.prefix = prefix
         self.algorithm = algorithm
@@ -39,15 +40,16 @@ class Plan:
         self.wire_dtype = wire_dtype
         self.bucket_nbytes = bucket_nbytes
         self.fold = fold
+        self.step = step  # that is next
         self._generation = 0
 
-    def build(self, runs: Sequence[Sequence[Slot]], step: int, cut: bool) -> list[Bucket]:
+    def build(self, runs: Sequence[Sequence[Slot]], cut: bool) -> list[Bucket]:
         """Buckets over runs of slots, in order of readiness; `cut` splits a run by size."""
         self._generation += 1
         buckets: list[Bucket] = []
         for run in runs:
             for slots in self._split(run, cut):
-                buckets.append(self._bucket(len(buckets), slots, step))
+                buckets.append(self._bucket(len(buckets), slots))
         return buckets
 
     def _split(self, run: Sequence[Slot], cut: bool) -> list[list[Slot]]:
@@ -71,7 +73,7 @@ class Plan:
         coded = slot.param.dtype in (torch.float32, torch.float16, torch.bfloat16)
         return not coded or slot.algorithm.keeps_exact(slot.name, tuple(slot.param.shape))
 
-    def _bucket(self, index: int, slots: Sequence[Slot], step: int) -> Bucket:
+    def _bucket(self, index: int, slots: Sequence[Slot]) -> Bucket:
         # All of them are ready at the launch; the optimizer likes to find them in its own order.
         slots = sorted(slots, key=lambda slot: slot.number)
         dtype = slots[0].param.dtype
@@ -80,7 +82,7 @@ class Plan:
         count = sum(slot.param.numel() for slot in slots)
         name = f"{self.prefix}.bucket.{self._generation}.{index}"
         info = BucketInfo(name, index, dtype_name(dtype), count, count * dtype.itemsize)
-        exchange = slots[0].algorithm.plan(info, world(), step)
+        exchange = slots[0].algorithm.plan(info, world(), self.step)
         if slots[0].exact:
             exchange = replace(exchange, codec="raw", error_feedback=None, low_rank=0)
         if self.op is not None:

@@ -16,12 +16,9 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from bagua.algorithms import Algorithm
-from bagua.common import numpy_ops
-from bagua.common.core import core
 from bagua.common.errors import BaguaError, UsageError
 from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.objects import broadcast_object
@@ -29,9 +26,10 @@ from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
 from bagua.torch import capture, hooks, kept, lost
 from bagua.torch.bucket_plan import Plan
-from bagua.torch.buckets import Bucket, Fold, Slot, claims
-from bagua.torch.checks import check_parameters, checked_names
+from bagua.torch.buckets import Bucket, Fold, claims
+from bagua.torch.checks import checked_names
 from bagua.torch.grouping import Grouping
+from bagua.torch.layout import Layout
 from bagua.torch.loose import Loose
 from bagua.torch.own import is_own
 from bagua.torch.safety import NonFinite
@@ -63,9 +61,8 @@ class Gradients:
         self.passes_per_step = 1
         self.paused = False  # by no_sync
         self._optimizer = optimizer
-        self._names = checked_names(optimizer, named_parameters)
         self._process_set = process_set
-        self._sparse_as_dense = sparse_as_dense
+        names = checked_names(optimizer, named_parameters)
         # Ranks outside a process set have not made its optimizers: one rank does the counting.
         self._number, self._overlaps = broadcast_object(
             (next(_optimizer_numbers), world().overlaps(torch.get_num_threads())),
@@ -81,17 +78,22 @@ class Gradients:
             compression.wire_dtype,
             int(config.bucket_mb * 2**20),
             fold_of(optimizer, algorithm),
+            step,
         )
+        self._watch = None
+        if config.check_finite != "off":
+            self._watch = NonFinite(process_set, f"{self._plan.prefix}.finite")
         self._loose = Loose(self._plan, compression)
-        self._grouping = Grouping(num_groups, groups)
-        self._params: list[torch.Tensor] = []  # what refresh saw last
-        self._required: list[bool] = []  # which of them require a gradient
-        self._hooks: dict[torch.Tensor, Any] = {}
-        self._slots: dict[torch.Tensor, Slot] = {}
-        self._buckets: list[Bucket] = []
-        self._order: list[Slot] | None = [] if config.learn_bucket_order else None
-        self._numbers = itertools.count()  # of slots
-        self._step = step
+        self.layout = Layout(
+            optimizer,
+            names,
+            self._plan,
+            self._loose,
+            Grouping(num_groups, groups),
+            sparse_as_dense,
+            hooks.on_gradient(self),
+            None if self._watch is None else self._watch.look,
+        )
         self._passes = 0  # backward passes that only accumulated
         self._in_backward = False
         # What autograd calls when it ends, and forgets when it has ended or raised.
@@ -103,13 +105,8 @@ class Gradients:
         self._task = -1  # the backward pass, as autograd counts them
         self._exchanged = False  # since the last step
         self._unshared = False  # local gradients that no exchange has seen
-        self._agreed_on_sparse = False
-        self._rebuild_due = False  # some slots have left their buckets
         self._loaded: dict[str, Any] | None = None  # state that is to be taken up
         self._state_due = False
-        self._watch = None
-        if config.check_finite != "off":
-            self._watch = NonFinite(process_set, f"{self._plan.prefix}.finite")
         self.skips = False  # the next step, since gradients are no numbers
         self.refresh()
         self._state_due = self._keeps_something()
@@ -126,9 +123,9 @@ class Gradients:
         self.look_again()
         self._plan.fold = fold_of(self._optimizer, algorithm)
         before, self._plan.algorithm = self._plan.algorithm, algorithm
-        self._rebuild([bucket.slots for bucket in self._buckets], exactly=True)
+        self.layout.rebuild(self.layout.runs, exactly=True)
         if _residuals_of(before) != _residuals_of(algorithm):
-            lost.restore(None, self._buckets)
+            lost.restore(None, self.layout.buckets)
         self._state_due = self._keeps_something()
 
     def settle(self) -> None:
@@ -136,26 +133,24 @@ class Gradients:
 
     def close(self) -> None:
         """Leaves the parameters alone, and their gradients as they are."""
-        hooks, self._hooks = getattr(self, "_hooks", {}), {}
-        for param, hook in hooks.items():
-            hook.remove()
-            claims.drop(param)
+        if hasattr(self, "layout"):
+            self.layout.close()
 
     # ---- called by autograd --------------------------------------------------------------------
 
     def decide(self, param: torch.Tensor) -> None:
         """Its gradient is there, and it may be the first or the last of something."""
-        if param not in self._slots:
+        slot = self.layout.slots.get(param)
+        if slot is None:
             return
-        slot = self._slots[param]
         if self._in_backward and self._end() is None:
             self._abandon_backward()  # the one before has raised
         if not self._in_backward:
             self._begin_backward()
         if self._silent:
             return
-        if self._order is not None:
-            self._order.append(slot)
+        if self.layout.order is not None:
+            self.layout.order.append(slot)
         bucket = slot.bucket
         if bucket is None:
             return
@@ -176,7 +171,7 @@ class Gradients:
         elif bucket.ready(slot.index) and self._overlaps and not self._waits(bucket):
             self._launched += 1
             # Backward is about to end with the last one, and its end to wait and drive.
-            last = self._launched == len(self._buckets)
+            last = self._launched == len(self.layout.buckets)
             bucket.launch(Urgency.SOON if last else Urgency.NOW)
 
     def _waits(self, bucket: Bucket) -> bool:
@@ -189,11 +184,11 @@ class Gradients:
     def notice_failure(self) -> None:
         """Autograd has forgotten a pass; unless it has ended, the next hook has to notice."""
         if self._in_backward:
-            for bucket in self._buckets:
+            for bucket in self.layout.buckets:
                 bucket.count_quietly(False)
 
     def _begin_backward(self) -> None:
-        if self._exchanged and any(bucket.sums_again() for bucket in self._buckets):
+        if self._exchanged and any(bucket.sums_again() for bucket in self.layout.buckets):
             raise UsageError(
                 "backward ran twice before step(), on top of gradients that ranks have exchanged "
                 "and that are no plain averages; use backward_passes_per_step, no_sync() or "
@@ -201,7 +196,7 @@ class Gradients:
             )
         if self._watch is not None:
             capture.refuse("check_finite has the host look at numbers; turn it off")
-        if self._order is not None or self._rebuild_due or self._state_due:
+        if not self.layout.settled or self._state_due:
             capture.refuse("ranks settle on buckets first; take two before")
         self._in_backward = True
         self._unshared = True
@@ -211,8 +206,8 @@ class Gradients:
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._task = torch._C._current_graph_task_id()
         _by_task.setdefault(self._task, []).append(weakref.ref(self))
-        if self._order is None and not self._silent:
-            for bucket in self._buckets:
+        if self.layout.order is None and not self._silent:
+            for bucket in self.layout.buckets:
                 bucket.count_quietly(True)
 
     def end_backward(self) -> None:
@@ -239,8 +234,8 @@ class Gradients:
         self._launch_rest()
         errors = [] if self._launch_error is None else [self._launch_error]
         # Whatever failed: nothing may still be in flight when the caller touches gradients again.
-        waits = [bucket.advance for bucket in self._buckets]
-        waits += [bucket.deliver for bucket in self._buckets]
+        waits = [bucket.advance for bucket in self.layout.buckets]
+        waits += [bucket.deliver for bucket in self.layout.buckets]
         for wait in [*waits, self._loose.deliver]:
             try:
                 wait()
@@ -258,7 +253,7 @@ class Gradients:
         """What any rank has found, in what does not travel, too: a step is for all parameters."""
         if self._watch is None:
             return ""
-        own = [(self._name(param), param) for param in self._params if is_own(param)]
+        own = [(self.layout.name_of(p), p) for p in self.layout.params if is_own(p)]
         self._watch.look("own", own)
         return self._watch.agreed()
 
@@ -267,7 +262,7 @@ class Gradients:
         self.skips = bool(found) and world().config.check_finite == "skip"
         if found and self._process_set.rank() == 0:
             skipped = "; the step is skipped on all ranks" if self.skips else ""
-            warnings.warn(f"step {self._step}: NaN or Inf in {found}{skipped}", stacklevel=4)
+            warnings.warn(f"step {self._plan.step}: NaN or Inf in {found}{skipped}", stacklevel=4)
 
     def _launch_rest(self) -> None:
         """Launches what is not under way; once. What goes wrong is told by `_exchange`."""
@@ -275,7 +270,7 @@ class Gradients:
         if self._launch_error is not None:
             return
         try:
-            for bucket in self._buckets:
+            for bucket in self.layout.buckets:
                 if bucket.handle is None:
                     bucket.start(Urgency.WAITED)
         except BaseException as error:
@@ -287,10 +282,10 @@ class Gradients:
         self._all_gathered = True
         try:
             self._take_up_state()
-            self._find_sparse()
+            self.layout.find_sparse()
             self._loose.launch(None if self._watch is None else self._watch.look)
             # All are read before any is written: two parameters may have one gradient.
-            for bucket in self._buckets:
+            for bucket in self.layout.buckets:
                 if bucket.handle is None:
                     bucket.gather(Urgency.WAITED)
         except BaseException as error:
@@ -302,7 +297,7 @@ class Gradients:
 
     def _refuse_rest(self, problem: str) -> None:
         """Other ranks that wait for what was not launched hear why."""
-        for bucket in self._buckets:
+        for bucket in self.layout.buckets:
             if bucket.handle is None:
                 with contextlib.suppress(BaguaError):
                     bucket.refuse(problem)
@@ -317,7 +312,7 @@ class Gradients:
         self._launch_error = None
         if self._watch is not None:
             self._watch.forget()
-        for bucket in self._buckets:
+        for bucket in self.layout.buckets:
             bucket.handle, bucket.stale = None, False
 
     def synchronize(self) -> None:
@@ -338,16 +333,12 @@ class Gradients:
 
     def stepped(self) -> None:
         """The optimizer has stepped."""
-        self._step += 1
+        self._plan.step += 1
         self.skips = False
         self._exchanged = False
         self._unshared = False
         self._passes = 0
-        if self._order is not None:
-            self._learn_order()
-        elif self._rebuild_due:
-            self._rebuild([[slot for bucket in self._buckets for slot in bucket.slots]])
-        self._rebuild_due = False
+        self.layout.improve()
 
     def _abandon_backward(self) -> None:
         """The last backward raised before its end, so its gradients are not what others expect.
@@ -358,7 +349,7 @@ class Gradients:
         _by_task.pop(self._task, None)
         if not self._silent:
             self._refuse_rest("backward raised an exception on this rank")
-        for bucket in self._buckets:
+        for bucket in self.layout.buckets:
             if bucket.handle is not None:
                 with contextlib.suppress(BaguaError):
                     bucket.discard()
@@ -376,63 +367,10 @@ class Gradients:
 
     def refresh(self) -> None:
         """Notices parameters that were added, frozen or thawed since the last look."""
-        lists = [group["params"] for group in self._optimizer.param_groups]
-        # Twice a step, and a model may have thousands.
-        if core.unchanged(lists, self._params, self._required):
-            return
-        self._params = [p for params in lists for p in params]
-        self._required = [p.requires_grad for p in self._params]
-        wanted = [p for p in self._params if p.requires_grad and not is_own(p)]
-        for param in set(self._hooks).difference(wanted):
-            self._hooks.pop(param).remove()
-            claims.drop(param)
-            slot = self._slots.pop(param)
-            if param.grad is slot.view and not slot.view.any():
-                param.grad = None  # the zeros of an exchange; a frozen parameter is not stepped
-            self._loose.drop(param)
-        fresh = [param for param in wanted if param not in self._hooks]
-        known = [slot for bucket in self._buckets for slot in bucket.slots]
-        known = [slot for slot in known if slot.param in self._slots]
-        # Gradients become ready from the last layer to the first.
-        added = [Slot(self._name(p), p, next(self._numbers)) for p in fresh][::-1]
-        decide = hooks.on_gradient(self)
-        for slot in added:
-            slot.notice = core.notice(decide)
-            slot.may_be_sparse = not self._agreed_on_sparse
-            self._slots[slot.param] = slot
-            if self._loose.wants_all:
-                self._loose.add(slot)
-            self._hooks[slot.param] = slot.param.register_post_accumulate_grad_hook(slot.notice)
-            claims.add(slot.param)
-        check_parameters(((s.name, s.param) for s in (*known, *added)), self._process_set)
-        self._rebuild([known, added])
-        self._unshared = self._unshared or any(s.param.grad is not None for s in added)
+        self._unshared = self.layout.refresh() or self._unshared
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
-        return [(self._name(param), param) for param in self._params if not is_own(param)]
-
-    def _name(self, param: torch.Tensor) -> str:
-        return self._names.setdefault(param, f"parameter.{len(self._names)}")
-
-    def _rebuild(self, runs: Sequence[Sequence[Slot]], exactly: bool = False) -> None:
-        """Lays out buckets anew; `exactly`: a run is a bucket."""
-        layout = [bucket.slots for bucket in self._buckets]
-        views = {slot: slot.view for slots in layout for slot in slots}
-        residuals = {slot: slot.residuals for slot in views}
-        for slot in views:
-            slot.leave()
-        runs = [[slot for slot in run if not self._loose.has(slot.param)] for run in runs]
-        if not exactly:
-            runs = self._grouping.apply([slot for run in runs for slot in run]) or runs
-        self._buckets = self._plan.build(runs, self._step, cut=not (exactly or self._grouping))
-        for bucket in self._buckets:
-            bucket.watch = None if self._watch is None else self._watch.look
-        same = layout == [bucket.slots for bucket in self._buckets]
-        lost.carry_over(residuals, self._buckets, everything=same)
-        for slot, view in views.items():
-            if slot.param.grad is view and slot.param in self._slots:
-                slot.view.copy_(view)
-                slot.param.grad = slot.view
+        return self.layout.named()
 
     # ---- what is kept from step to step --------------------------------------------------------
 
@@ -441,16 +379,16 @@ class Gradients:
             return self._loaded
         if not self._keeps_something():
             return None
-        names = [[slot.name for slot in bucket.slots] for bucket in self._buckets]
+        names = [[slot.name for slot in run] for run in self.layout.runs]
         return {
             "identity": self._identity(),
-            "layout": (self._step, self._order is None, names),
-            "lost": lost.by_name(self._buckets),
+            "layout": (self._plan.step, self.layout.order is None, names),
+            "lost": lost.by_name(self.layout.buckets),
         }
 
     def load_state(self, loaded: dict[str, Any] | None, step: int) -> None:
         """It is taken up in the next exchange, where all ranks are."""
-        self._loaded, self._step = loaded, step
+        self._loaded, self._plan.step = loaded, step
         self._state_due = self._keeps_something()
 
     @property
@@ -460,15 +398,15 @@ class Gradients:
 
     def go_to(self, step: int, state_due: bool) -> None:
         """As all ranks do."""
-        self._step, self._state_due = step, state_due
+        self._plan.step, self._state_due = step, state_due
 
     def _keeps_something(self) -> bool:
         """Codecs whose blocks span parameters give other bits where buckets are laid out anew."""
-        return lost.something(self._buckets) or any(b.in_blocks for b in self._buckets)
+        return lost.something(self.layout.buckets) or any(b.in_blocks for b in self.layout.buckets)
 
     def _identity(self) -> dict[str, object]:
-        mine = kept.identity(self.algorithm, self._process_set, sorted(self._by_name))
-        if not lost.something(self._buckets):  # a layout is everybody's
+        mine = kept.identity(self.algorithm, self._process_set, sorted(self.layout.by_name))
+        if not lost.something(self.layout.buckets):  # a layout is everybody's
             del mine["rank"], mine["size"]
         return mine
 
@@ -479,67 +417,16 @@ class Gradients:
         loaded, self._loaded, self._state_due = self._loaded, None, False
         had_loaded = loaded is not None
         name = f"{self._plan.prefix}.state"
-        loses = lost.something(self._buckets)  # else it is of buckets, and little
+        loses = lost.something(self.layout.buckets)  # else it is of buckets, and little
         if not kept.agrees(loaded, self._identity(), name, self._process_set, warns=loses):
             loaded = None
         if loaded is not None:
-            _, learned, buckets = loaded["layout"]
+            _, learned, names = loaded["layout"]
             if learned:
-                self._order = None
-            runs = [[self._by_name[name] for name in names] for names in buckets]
-            self._rebuild(runs, exactly=True)
+                self.layout.order = None
+            self.layout.rebuild_as(names)
         if had_loaded:
-            lost.restore(loaded and loaded["lost"], self._buckets)
-
-    @property
-    def _by_name(self) -> dict[str, Slot]:
-        return {slot.name: slot for slot in self._slots.values()}
-
-    # The next two agree by sums, which also a rank that has joined takes part in.
-
-    def _learn_order(self) -> None:
-        """Lays the buckets out anew in the order in which the first rank's gradients came."""
-        order, self._order = self._order or [], None
-        slots = list(self._slots.values())
-        places = np.zeros(len(slots), np.int64)
-        if self._process_set.rank() == 0:
-            place = {slot: number for number, slot in enumerate(dict.fromkeys(order), 1)}
-            places[:] = [place.get(slot, len(slots) + 1) for slot in slots]
-        places = self._agreed("order", places, ReduceOp.Sum)
-        learned = [slots[i] for i in np.argsort(places, kind="stable")]
-        current = [slot for bucket in self._buckets for slot in bucket.slots]
-        if self._rebuild_due or (places.any() and learned != current):
-            self._rebuild([learned])
-
-    def _find_sparse(self) -> None:
-        """In the first exchange the ranks agree which parameters have sparse gradients."""
-        if self._sparse_as_dense:
-            for param in self._slots:
-                if param.grad is not None and param.grad.is_sparse:
-                    param.grad = param.grad.to_dense()
-        if self._agreed_on_sparse:
-            return
-        slots = list(self._slots.values())
-        grads = [slot.param.grad for slot in slots]
-        sparse = np.array([grad is not None and grad.is_sparse for grad in grads], np.uint8)
-        self._agreed_on_sparse = True
-        agreed = self._agreed("sparse", sparse, ReduceOp.Max)
-        for slot, is_sparse in zip(slots, agreed):
-            slot.may_be_sparse = bool(is_sparse)
-            if is_sparse:
-                self._loose.add(slot)
-        self._rebuild_due = bool(agreed.any())
-        moves = self._plan.fold is not None or self.algorithm.momentum_correction
-        if self._rebuild_due and moves:
-            name = slots[int(agreed.argmax())].name
-            raise UsageError(
-                f"the gradient of {name} is sparse, and momentum is not: use sparse_as_dense=True "
-                "or an optimizer of its own for it"
-            )
-
-    def _agreed(self, what: str, values: Any, op: ReduceOp) -> Any:
-        name = f"{self._plan.prefix}.{what}"
-        return numpy_ops.allreduce(values, name=name, op=op, process_set=self._process_set)
+            lost.restore(loaded and loaded["lost"], self.layout.buckets)
 
 
 def _residuals_of(algorithm: Algorithm) -> tuple[object, ...]:

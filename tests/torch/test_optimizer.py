@@ -513,7 +513,7 @@ def test_sparse_embeddings(everyone, hvd, as_dense, learn):
         sparse_as_dense=as_dense,
     )
     if not learn:
-        optimizer._driver._order = None
+        optimizer._driver.layout.order = None
     reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(3)
     for _ in range(3):
@@ -614,7 +614,7 @@ def test_grouping(everyone, hvd, wish, monkeypatch):
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **keywords)
     if wish == "tiny buckets":
         optimizer._driver._plan.bucket_nbytes = 100
-        optimizer._driver._rebuild([list(optimizer._driver._slots.values())])
+        optimizer._driver.layout.rebuild([list(optimizer._driver.layout.slots.values())])
     reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
     for inputs, targets in batches(everyone, 3):
         optimizer.zero_grad()
@@ -624,7 +624,7 @@ def test_grouping(everyone, hvd, wish, monkeypatch):
         loss_of(oracle, inputs, targets).backward()
         reference.step()
     assert_close(model, oracle)
-    count = len(optimizer._driver._buckets)
+    count = len(optimizer._driver.layout.buckets)
     assert count > 2 if wish == "tiny buckets" else count == 2
 
 
@@ -646,10 +646,10 @@ def test_bucket_order_is_learned(everyone, hvd):
     )
 
     optimizer._driver._plan.bucket_nbytes = 100  # one bucket per parameter
-    optimizer._driver._rebuild([list(optimizer._driver._slots.values())])
+    optimizer._driver.layout.rebuild([list(optimizer._driver.layout.slots.values())])
 
     def order():
-        return [slot.name for bucket in optimizer._driver._buckets for slot in bucket.slots]
+        return [slot.name for bucket in optimizer._driver.layout.buckets for slot in bucket.slots]
 
     assert order() == ["first.weight", "last.weight"]
     model(torch.ones(2, 6)).sum().backward()
@@ -709,7 +709,7 @@ def test_custom_compressor(everyone, hvd):
         loss_of(oracle, inputs, targets).backward()
         reference.step()
     assert_close(model, oracle)
-    assert optimizer._driver._buckets == []
+    assert optimizer._driver.layout.buckets == []
 
 
 @pytest.mark.parametrize("op", ["Sum", "Max", "Min", "Adasum"])
@@ -967,7 +967,7 @@ def test_a_rank_that_joins_early(everyone, hvd, never):
     model, oracle = mlp(), mlp()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     optimizer._driver._plan.bucket_nbytes = 100
-    optimizer._driver._rebuild([list(optimizer._driver._slots.values())])
+    optimizer._driver.layout.rebuild([list(optimizer._driver.layout.slots.values())])
     reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
     last = everyone.size - 1
     batches_of_last = 0 if never else 2

@@ -139,7 +139,7 @@ def test_parameters_differ_in_their_algorithm(everyone, hvd):
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), algorithm=choice
     )
-    chosen = {slot.name: slot.algorithm for b in optimizer._driver._buckets for slot in b.slots}
+    chosen = {slot.name: slot.algorithm for run in optimizer._driver.layout.runs for slot in run}
     assert chosen["embedding.weight"].codec == "topk"
     assert chosen["body.weight"].codec == "minmax_u8"
     assert chosen["head.weight"] == Algorithm()
@@ -160,7 +160,7 @@ def test_a_function_chooses(hvd):
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param, other], lr=0.1), algorithm=by_size)
     (param.sum() + other.sum()).backward()
     optimizer.step()
-    chosen = [slot.algorithm.codec for b in optimizer._driver._buckets for slot in b.slots]
+    chosen = [slot.algorithm.codec for b in optimizer._driver.layout.buckets for slot in b.slots]
     assert sorted(chosen) == ["minmax_u8", "raw"]
 
 

@@ -1,0 +1,203 @@
+"""Which gradients of an optimizer are exchanged, and in which buckets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from bagua.common import numpy_ops
+from bagua.common.core import core
+from bagua.common.errors import UsageError
+from bagua.common.kinds import ReduceOp
+from bagua.common.world import world
+from bagua.torch import lost
+from bagua.torch.bucket_plan import Plan
+from bagua.torch.buckets import Bucket, Slot, Watch, claims
+from bagua.torch.checks import check_parameters
+from bagua.torch.grouping import Grouping
+from bagua.torch.loose import Loose
+from bagua.torch.own import is_own
+
+
+class Layout:
+    """See the module. It follows what becomes of the parameters, and what ranks agree on."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: dict[torch.Tensor, str],
+        plan: Plan,
+        loose: Loose,
+        grouping: Grouping,
+        sparse_as_dense: bool,
+        decide: Callable[[torch.Tensor], None],
+        watch: Watch | None,
+    ) -> None:
+        self.buckets: list[Bucket] = []
+        self.slots: dict[torch.Tensor, Slot] = {}
+        self.params: list[torch.Tensor] = []  # what refresh saw last
+        # In which gradients came, until it has been learned.
+        self.order: list[Slot] | None = [] if world().config.learn_bucket_order else None
+        self.rebuild_due = False  # some slots have left their buckets
+        self._optimizer = optimizer
+        self._names = names
+        self._plan = plan
+        self._loose = loose
+        self._grouping = grouping
+        self._sparse_as_dense = sparse_as_dense
+        self._decide = decide
+        self._watch = watch
+        self._required: list[bool] = []  # which of the parameters require a gradient
+        self._hooks: dict[torch.Tensor, Any] = {}
+        self._numbers = itertools.count()  # of slots
+        self._agreed_on_sparse = False
+
+    def close(self) -> None:
+        """Leaves the parameters alone, and their gradients as they are."""
+        hooks, self._hooks = self._hooks, {}
+        for param, hook in hooks.items():
+            hook.remove()
+            claims.drop(param)
+
+    def name_of(self, param: torch.Tensor) -> str:
+        return self._names.setdefault(param, f"parameter.{len(self._names)}")
+
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        return [(self.name_of(param), param) for param in self.params if not is_own(param)]
+
+    @property
+    def by_name(self) -> dict[str, Slot]:
+        return {slot.name: slot for slot in self.slots.values()}
+
+    @property
+    def runs(self) -> list[list[Slot]]:
+        """The slots of each bucket."""
+        return [bucket.slots for bucket in self.buckets]
+
+    @property
+    def settled(self) -> bool:
+        return self.order is None and not self.rebuild_due
+
+    def refresh(self) -> bool:
+        """Notices parameters that were added, frozen or thawed.
+
+        Whether any that was added has a gradient.
+        """
+        lists = [group["params"] for group in self._optimizer.param_groups]
+        # Twice a step, and a model may have thousands.
+        if core.unchanged(lists, self.params, self._required):
+            return False
+        self.params = [p for params in lists for p in params]
+        self._required = [p.requires_grad for p in self.params]
+        wanted = [p for p in self.params if p.requires_grad and not is_own(p)]
+        for param in set(self._hooks).difference(wanted):
+            self._drop(param)
+        fresh = [param for param in wanted if param not in self._hooks]
+        known = [slot for run in self.runs for slot in run if slot.param in self.slots]
+        # Gradients become ready from the last layer to the first.
+        added = [Slot(self.name_of(p), p, next(self._numbers)) for p in fresh][::-1]
+        for slot in added:
+            self._add(slot)
+        named = ((slot.name, slot.param) for slot in (*known, *added))
+        check_parameters(named, self._plan.process_set)
+        self.rebuild([known, added])
+        return any(slot.param.grad is not None for slot in added)
+
+    def _add(self, slot: Slot) -> None:
+        slot.notice = core.notice(self._decide)
+        slot.may_be_sparse = not self._agreed_on_sparse
+        self.slots[slot.param] = slot
+        if self._loose.wants_all:
+            self._loose.add(slot)
+        self._hooks[slot.param] = slot.param.register_post_accumulate_grad_hook(slot.notice)
+        claims.add(slot.param)
+
+    def _drop(self, param: torch.Tensor) -> None:
+        self._hooks.pop(param).remove()
+        claims.drop(param)
+        slot = self.slots.pop(param)
+        if param.grad is slot.view and not slot.view.any():
+            param.grad = None  # the zeros of an exchange; a frozen parameter is not stepped
+        self._loose.drop(param)
+
+    def rebuild(self, runs: Sequence[Sequence[Slot]], exactly: bool = False) -> None:
+        """Lays out buckets anew; `exactly`: a run is a bucket."""
+        before = self.runs
+        views = {slot: slot.view for slots in before for slot in slots}
+        residuals = {slot: slot.residuals for slot in views}
+        for slot in views:
+            slot.leave()
+        runs = [[slot for slot in run if not self._loose.has(slot.param)] for run in runs]
+        if not exactly:
+            runs = self._grouping.apply([slot for run in runs for slot in run]) or runs
+        self.buckets = self._plan.build(runs, cut=not (exactly or self._grouping))
+        for bucket in self.buckets:
+            bucket.watch = self._watch
+        lost.carry_over(residuals, self.buckets, everything=before == self.runs)
+        for slot, view in views.items():
+            if slot.param.grad is view and slot.param in self.slots:
+                slot.view.copy_(view)
+                slot.param.grad = slot.view
+
+    def rebuild_as(self, names: Sequence[Sequence[str]]) -> None:
+        """With these parameters in each bucket."""
+        slots = self.by_name
+        self.rebuild([[slots[name] for name in run] for run in names], exactly=True)
+
+    def improve(self) -> None:
+        """Between two steps: makes use of what the last one has shown."""
+        if self.order is not None:
+            self._learn_order()
+        elif self.rebuild_due:
+            self.rebuild([[slot for run in self.runs for slot in run]])
+        self.rebuild_due = False
+
+    # The next two agree by sums, which also a rank that has joined takes part in.
+
+    def _learn_order(self) -> None:
+        """Lays the buckets out anew in the order in which the first rank's gradients came."""
+        order, self.order = self.order or [], None
+        slots = list(self.slots.values())
+        places = np.zeros(len(slots), np.int64)
+        if self._plan.process_set.rank() == 0:
+            place = {slot: number for number, slot in enumerate(dict.fromkeys(order), 1)}
+            places[:] = [place.get(slot, len(slots) + 1) for slot in slots]
+        places = self._agreed("order", places, ReduceOp.Sum)
+        learned = [slots[i] for i in np.argsort(places, kind="stable")]
+        current = [slot for run in self.runs for slot in run]
+        if self.rebuild_due or (places.any() and learned != current):
+            self.rebuild([learned])
+
+    def find_sparse(self) -> None:
+        """In the first exchange the ranks agree which parameters have sparse gradients."""
+        if self._sparse_as_dense:
+            for param in self.slots:
+                if param.grad is not None and param.grad.is_sparse:
+                    param.grad = param.grad.to_dense()
+        if self._agreed_on_sparse:
+            return
+        slots = list(self.slots.values())
+        grads = [slot.param.grad for slot in slots]
+        sparse = np.array([grad is not None and grad.is_sparse for grad in grads], np.uint8)
+        self._agreed_on_sparse = True
+        agreed = self._agreed("sparse", sparse, ReduceOp.Max)
+        for slot, is_sparse in zip(slots, agreed):
+            slot.may_be_sparse = bool(is_sparse)
+            if is_sparse:
+                self._loose.add(slot)
+        self.rebuild_due = bool(agreed.any())
+        moves = self._plan.fold is not None or self._plan.algorithm.momentum_correction
+        if self.rebuild_due and moves:
+            name = slots[int(agreed.argmax())].name
+            raise UsageError(
+                f"the gradient of {name} is sparse, and momentum is not: use sparse_as_dense=True "
+                "or an optimizer of its own for it"
+            )
+
+    def _agreed(self, what: str, values: Any, op: ReduceOp) -> Any:
+        name = f"{self._plan.prefix}.{what}"
+        return numpy_ops.allreduce(values, name=name, op=op, process_set=self._plan.process_set)
