@@ -4,6 +4,7 @@
 
 #include "collective/peers.h"
 #include "common/clock.h"
+#include "common/memory.h"
 #include "engine/engine.h"
 
 namespace bagua {
@@ -145,7 +146,7 @@ void Engine::look_for_stalls(double now) {
 void Engine::check_progress(double waited_s, int peer, double& warned_s) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (abandoned_) throw PeerError("bagua is ending on this rank");
+    if (abandoned_) throw Verdict(name_of(rank_) + " has ended bagua during an exchange");
   }
   const auto stuck = [&] {
     std::string text = exchanging_.empty() ? "an exchange" : exchanging_[0]->label();
@@ -205,19 +206,14 @@ void Engine::let_go_of_exchange() {
   if (nccl_) nccl_->abort();
   if (staging_) {
     staging_->settle();
-    // The device may still bring something.
-    static auto* left = new std::vector<std::unique_ptr<Staging>>;
-    static std::mutex mutex;
-    std::lock_guard<std::mutex> lock(mutex);
-    left->push_back(std::move(staging_));
+    keep_for_ever(std::move(staging_));  // the device may still bring something
   }
   if (transport_->abort()) return;
-  auto* kept = new std::vector<std::shared_ptr<void>>;
   for (const RequestPtr& request : exchanging_) {
-    kept->push_back(request->keepalive);
-    for (const Output& output : request->handle->outputs) kept->push_back(output.data);
+    keep_for_ever(request->keepalive);
+    for (const Output& output : request->handle->outputs) keep_for_ever(output.data);
   }
-  scratch_.release();
+  keep_for_ever(std::move(scratch_));
   scratch_ = std::make_unique<Scratch>(arenas());
 }
 

@@ -95,6 +95,7 @@ LoopbackHub::LoopbackHub(int size, const std::vector<int>& node_of)
   std::map<int, std::vector<std::vector<std::string>>> rounds;  // by node: what was given
   std::vector<std::thread> threads;
   for (size_t rank = 0; rank < node_of.size(); ++rank) {
+    if (ranks_of[node_of[rank]].size() == 1) continue;  // as with MPI
     threads.emplace_back([&, rank] {
       const std::vector<int>& ranks = ranks_of[node_of[rank]];
       const auto me = std::find(ranks.begin(), ranks.end(), static_cast<int>(rank)) - ranks.begin();

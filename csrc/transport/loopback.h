@@ -16,7 +16,8 @@ namespace bagua {
 // The wires between the ranks of one loopback world.
 class LoopbackHub {
  public:
-  // With `node_of`, the node of each rank, the ranks of a node share memory as processes would.
+  // With `node_of`, the node of each rank, the ranks of a node share memory as processes would. Who
+  // is alone on its node has none to share.
   explicit LoopbackHub(int size, const std::vector<int>& node_of = {});
   int size() const { return size_; }
   std::unique_ptr<Transport> connect(int rank);

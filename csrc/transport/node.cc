@@ -13,6 +13,7 @@
 #include "common/bytes.h"
 #include "common/clock.h"
 #include "common/errors.h"
+#include "common/memory.h"
 #include "common/random.h"
 
 namespace bagua {
@@ -117,6 +118,11 @@ Node::~Node() {
       } else {
         sleep(1000);
       }
+}
+
+void Node::abandon() {
+  abandoned_ = true;
+  if (stage_) keep_for_ever(stage_);
 }
 
 int Node::index_of(int rank) const {

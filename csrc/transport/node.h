@@ -34,8 +34,9 @@ class Node {
 
   // Waits until the others are through with this rank's memory, unless abandoned.
   ~Node();
-  // Something broke: there is nobody left to wait for.
-  void abandon() { abandoned_ = true; }
+  // Something broke: there is nobody left to wait for. Who is slow may still read the stage, which
+  // therefore stays.
+  void abandon();
 
   int size() const { return static_cast<int>(ranks_.size()); }
   int first_rank() const { return ranks_.front(); }

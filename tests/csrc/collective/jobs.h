@@ -26,10 +26,10 @@ class YieldingWaiter : public Waiter {
 
 // What one rank needs to run a collective.
 struct Member {
-  Member(LoopbackHub& hub, int rank)
+  Member(LoopbackHub& hub, int n, int rank)
       : transport(hub.connect(rank)),
         scratch(transport->node() ? transport->node()->arenas() : nullptr) {
-    for (int r = 0; r < hub.size(); ++r) ranks.push_back(r);
+    for (int r = 0; r < n; ++r) ranks.push_back(r);
   }
   std::unique_ptr<Transport> transport;
   YieldingWaiter waiter;
@@ -38,13 +38,14 @@ struct Member {
 };
 
 // Runs `body(rank, job)` on n ranks of one node, or of the nodes given by rank. The job has a group
-// and an element type.
+// and an element type. One rank of a node has a neighbor that takes no part, else it would share no
+// memory.
 inline void with_jobs(int n, DType dtype, const std::function<void(int, Job&)>& body,
                       std::vector<int> node_of = {}) {
-  if (node_of.empty()) node_of.assign(static_cast<size_t>(n), 0);
-  LoopbackHub hub(n, node_of);
+  if (node_of.empty()) node_of.assign(static_cast<size_t>(std::max(n, 2)), 0);
+  LoopbackHub hub(static_cast<int>(node_of.size()), node_of);
   run_ranks(n, [&](int rank) {
-    Member member(hub, rank);
+    Member member(hub, n, rank);
     Group group(*member.transport, member.waiter, member.ranks, rank);
     Job job{group, member.scratch, dtype};
     body(rank, job);

@@ -18,8 +18,32 @@ namespace bagua {
 
 using Urgency = Engine::Urgency;
 
-inline Config quiet_config() {
+using NodeOf = std::vector<int>;  // the node of each rank
+
+inline std::string name_of(const NodeOf& node_of) {
+  std::string name = "Nodes";
+  for (const int node : node_of) name += "_" + std::to_string(node);
+  return name;
+}
+
+// Ranks by themselves, on one node, and on nodes of equal and unequal size.
+inline std::vector<NodeOf> layouts() {
+  return {{0},    {0, 1},    {0, 1, 2},    {0, 1, 2, 3, 4},
+          {0, 0}, {0, 0, 0}, {0, 0, 1, 1}, {0, 1, 0, 0, 2}};
+}
+
+// The node of each of n ranks, where so many share one: with 1 none do.
+inline NodeOf nodes_of(int n, int ranks_per_node) {
+  NodeOf node_of;
+  for (int rank = 0; rank < n; ++rank) node_of.push_back(rank / ranks_per_node);
+  return node_of;
+}
+
+// On nodes of several ranks each, few bytes take the way of many.
+inline Config quiet_config(const NodeOf& node_of = {}) {
   Config config;
+  const std::set<int> nodes(node_of.begin(), node_of.end());
+  if (nodes.size() > 1 && nodes.size() < node_of.size()) config.allreduce = "hierarchical";
   config.log_level = "error";
   config.spin_us = 0;  // ranks outnumber the cores
   // A sanitizer on a loaded machine is slow, but not dead; tests of silence set their own.
@@ -28,10 +52,11 @@ inline Config quiet_config() {
 }
 
 // Of how many messages more a rank may notice that they have come, and whether it has asked in
-// vain.
+// vain; or what breaks when it asks.
 struct Gate {
   std::atomic<int> open{1 << 30};
   std::atomic<bool> shut_out{false};
+  std::atomic<bool> broken{false};
 };
 
 class GatedTransport : public Transport {
@@ -50,6 +75,7 @@ class GatedTransport : public Transport {
   }
   bool done(Ticket ticket) override {
     const bool comes = received_.count(ticket) > 0;
+    if (comes && gate_.broken) throw PeerError("the network of this rank is broken");
     if (comes && gate_.open <= 0) gate_.shut_out = true;
     if ((comes && gate_.open <= 0) || !inner_->done(ticket)) return false;
     if (comes) --gate_.open;
@@ -71,7 +97,7 @@ class LoopbackWorld {
  public:
   // With `node_of`, the node of each rank, those of a node share memory.
   explicit LoopbackWorld(int size, const Config& config = quiet_config(),
-                         const std::vector<int>& node_of = {})
+                         const NodeOf& node_of = {})
       : hub(size, node_of), board(size) {
     std::vector<std::string> names;
     for (int rank = 0; rank < size; ++rank) names.push_back("host h" + std::to_string(rank));
@@ -80,6 +106,9 @@ class LoopbackWorld {
           config, std::make_unique<GatedTransport>(hub.connect(rank), gates.emplace_back()),
           board.connect(rank), names));
   }
+  explicit LoopbackWorld(const NodeOf& node_of) : LoopbackWorld(node_of, quiet_config(node_of)) {}
+  LoopbackWorld(const NodeOf& node_of, const Config& config)
+      : LoopbackWorld(static_cast<int>(node_of.size()), config, node_of) {}
   ~LoopbackWorld() { stop(); }
 
   int size() const { return static_cast<int>(engines.size()); }

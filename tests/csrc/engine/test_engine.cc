@@ -12,22 +12,29 @@
 namespace bagua {
 namespace {
 
+class EveryLayout : public testing::TestWithParam<NodeOf> {
+ protected:
+  int n() const { return static_cast<int>(GetParam().size()); }
+};
+INSTANTIATE_TEST_SUITE_P(Engine, EveryLayout, testing::ValuesIn(layouts()),
+                         [](const auto& info) { return name_of(info.param); });
+
 class EverySize : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Engine, EverySize, testing::Values(1, 2, 3, 5));
 
-TEST_P(EverySize, SumsNamedAndUnnamed) {
+TEST_P(EveryLayout, SumsNamedAndUnnamed) {
   LoopbackWorld world(GetParam());
-  const float n = static_cast<float>(GetParam());
+  const float sum = static_cast<float>(n());
   world.run([&](int rank) {
     for (int step = 0; step < 5; ++step) {
-      EXPECT_EQ(sum_of_ones(world[rank], "x"), n);
-      EXPECT_EQ(sum_of_ones(world[rank], ""), n);
-      EXPECT_EQ(sum_of_ones(world[rank], ""), n);
+      EXPECT_EQ(sum_of_ones(world[rank], "x"), sum);
+      EXPECT_EQ(sum_of_ones(world[rank], ""), sum);
+      EXPECT_EQ(sum_of_ones(world[rank], ""), sum);
     }
   });
 }
 
-TEST_P(EverySize, AgreesWhateverTheOrder) {
+TEST_P(EveryLayout, AgreesWhateverTheOrder) {
   LoopbackWorld world(GetParam());
   constexpr int kNames = 20;
   world.run([&](int rank) {
@@ -43,15 +50,15 @@ TEST_P(EverySize, AgreesWhateverTheOrder) {
       for (const HandlePtr& handle : handles) finish(world[rank], handle);
       for (int i = 0; i < kNames; ++i)
         for (const int32_t x : data[static_cast<size_t>(i)])
-          ASSERT_EQ(x, GetParam() * (GetParam() - 1) / 2 + GetParam() * i);
+          ASSERT_EQ(x, n() * (n() - 1) / 2 + n() * i);
     }
   });
 }
 
 // A request whose urgency asks for no waiting thread must be done without one.
-TEST_P(EverySize, CompletesThoughNobodyWaits) {
+TEST_P(EveryLayout, CompletesThoughNobodyWaits) {
   for (const bool inline_drive : {true, false}) {
-    Config config = quiet_config();
+    Config config = quiet_config(GetParam());
     config.inline_drive = inline_drive;
     LoopbackWorld world(GetParam(), config);
     world.run([&](int rank) {
@@ -61,23 +68,23 @@ TEST_P(EverySize, CompletesThoughNobodyWaits) {
         const HandlePtr handle = world[rank].submit(allreduce_of("x", one), urgency);
         while (!handle->done()) std::this_thread::sleep_for(std::chrono::microseconds(20));
         handle->rethrow();
-        ASSERT_EQ(one[0], static_cast<float>(GetParam()));
+        ASSERT_EQ(one[0], static_cast<float>(n()));
       }
     });
   }
 }
 
-TEST_P(EverySize, CompletesForSeveralThreadsThatWait) {
+TEST_P(EveryLayout, CompletesForSeveralThreadsThatWait) {
   for (const bool inline_drive : {true, false}) {
-    Config config = quiet_config();
+    Config config = quiet_config(GetParam());
     config.inline_drive = inline_drive;
     LoopbackWorld world(GetParam(), config);
     constexpr int kThreads = 4;
-    run_ranks(GetParam() * kThreads, [&](int index) {
+    run_ranks(n() * kThreads, [&](int index) {
       const int rank = index / kThreads;
       const std::string name = "thread " + std::to_string(index % kThreads);
       for (int step = 0; step < 50; ++step)
-        ASSERT_EQ(sum_of_ones(world[rank], name), static_cast<float>(GetParam()));
+        ASSERT_EQ(sum_of_ones(world[rank], name), static_cast<float>(n()));
     });
   }
 }
@@ -162,37 +169,52 @@ void open_gates(LoopbackWorld& world, int messages) {
   for (Gate& gate : world.gates) gate.open = messages;
 }
 
-class InlineOrNot : public testing::TestWithParam<bool> {};
-INSTANTIATE_TEST_SUITE_P(Engine, InlineOrNot, testing::Bool());
+struct Driven {
+  bool inline_drive;
+  NodeOf node_of;
+};
+class InlineOrNot : public testing::TestWithParam<Driven> {};
+INSTANTIATE_TEST_SUITE_P(Engine, InlineOrNot,
+                         testing::Values(Driven{true, {0, 1}}, Driven{false, {0, 1}},
+                                         Driven{true, {0, 0, 1}}, Driven{false, {0, 0, 1}}),
+                         [](const auto& info) {
+                           return name_of(info.param.node_of) +
+                                  (info.param.inline_drive ? "_Inline" : "_Thread");
+                         });
 
+// Rank 1 waits for a message, or for a word of rank 0, which does.
 TEST_P(InlineOrNot, AgreesOnTheNextExchangeDuringOne) {
-  Config config = quiet_config();
-  config.inline_drive = GetParam();
-  LoopbackWorld world(2, config);
+  const NodeOf& node_of = GetParam().node_of;
+  Config config = quiet_config(node_of);
+  config.inline_drive = GetParam().inline_drive;
+  LoopbackWorld world(node_of, config);
   constexpr int kMany = 50;
-  std::vector<std::vector<float>> data(2 * (kMany + 2), std::vector<float>(1, 1));
-  std::vector<HandlePtr> handles[2];
+  const int n = world.size();
+  std::vector<std::vector<float>> data(static_cast<size_t>(n * (kMany + 2)), {1});
+  std::vector<std::vector<HandlePtr>> handles(static_cast<size_t>(n));
   const auto submit = [&](const std::string& name) {
-    for (const int rank : {0, 1}) {
-      auto& values = data[static_cast<size_t>(rank * (kMany + 2)) + handles[rank].size()];
-      handles[rank].push_back(world[rank].submit(allreduce_of(name, values), Urgency::kNow));
+    for (int rank = 0; rank < n; ++rank) {
+      auto& mine = handles[static_cast<size_t>(rank)];
+      auto& values = data[static_cast<size_t>(rank * (kMany + 2)) + mine.size()];
+      mine.push_back(world[rank].submit(allreduce_of(name, values), Urgency::kNow));
     }
   };
   open_gates(world, 0);
   submit("first");
-  for (const Gate& gate : world.gates) wait_until([&] { return gate.shut_out.load(); });
+  for (const int rank : {0, n - 1})
+    wait_until([&] { return world.gates[static_cast<size_t>(rank)].shut_out.load(); });
   const int64_t before = world[1].message_count();
   submit("next");
   wait_until([&] { return world[1].message_count() > before; });  // and the first goes on
   for (int i = 0; i < kMany; ++i) submit("late " + std::to_string(i));
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   EXPECT_EQ(world[1].message_count(), before + 1);
-  for (const int rank : {0, 1}) EXPECT_FALSE(handles[rank][0]->done());
+  for (const auto& mine : handles) EXPECT_FALSE(mine[0]->done());
   open_gates(world, 1 << 30);
   world.run([&](int rank) {
-    for (const HandlePtr& handle : handles[rank]) finish(world[rank], handle);
+    for (const HandlePtr& handle : handles[static_cast<size_t>(rank)]) finish(world[rank], handle);
   });
-  for (const auto& values : data) EXPECT_EQ(values[0], 2);
+  for (const auto& values : data) EXPECT_EQ(values[0], static_cast<float>(n));
   EXPECT_LE(world[0].exchange_count(), 6);  // the late ones share theirs
 }
 
@@ -443,6 +465,25 @@ TEST(Engine, PeersMeetInRounds) {
       const int peer = meeting({Peers::kShiftOne, 2 + round}, 4, rank).take_from.at(0);
       EXPECT_EQ(value, std::vector<float>(5, static_cast<float>(rank + peer) / 2)) << round;
     }
+  });
+}
+
+// With nodes that are exact inside, and as peers count by their ranks.
+TEST(Engine, NodesMeetAsPeers) {
+  const NodeOf node_of{0, 1, 0, 0, 1};
+  LoopbackWorld world(node_of);
+  world.run([&](int rank) {
+    for (const char* peers : {"shift_one", "ring"})
+      for (int round = 0; round < 3; ++round) {
+        std::vector<float> value(300, static_cast<float>(rank * (round + 1)));
+        auto request = request_of(OpKind::kAllreduce, peers);
+        request->description.peers = peers;
+        request->description.op = ReduceOp::kAverage;
+        request->description.exact_in_nodes = true;
+        add_vector(*request, value);
+        call(world[rank], request);
+        EXPECT_EQ(value, std::vector<float>(300, static_cast<float>(2 * (round + 1)))) << peers;
+      }
   });
 }
 

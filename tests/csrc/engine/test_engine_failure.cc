@@ -19,6 +19,28 @@ class EveryDriver : public testing::TestWithParam<bool> {
 INSTANTIATE_TEST_SUITE_P(EngineFailure, EveryDriver, testing::Bool(),
                          [](const auto& info) { return info.param ? "Inline" : "Thread"; });
 
+// The same where so many ranks share a node.
+struct Nodes {
+  bool inline_drive;
+  int ranks_per_node;
+};
+class EveryDriverOnNodes : public testing::TestWithParam<Nodes> {
+ protected:
+  NodeOf three() const { return nodes_of(3, GetParam().ranks_per_node); }
+  Config config() const {
+    Config config = quiet_config(three());
+    config.inline_drive = GetParam().inline_drive;
+    return config;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(EngineFailure, EveryDriverOnNodes,
+                         testing::Values(Nodes{true, 1}, Nodes{false, 1}, Nodes{true, 2},
+                                         Nodes{false, 2}, Nodes{true, 3}, Nodes{false, 3}),
+                         [](const auto& info) {
+                           return std::to_string(info.param.ranks_per_node) +
+                                  (info.param.inline_drive ? "_Inline" : "_Thread");
+                         });
+
 // ---- shutting down -----------------------------------------------------------------------------
 
 TEST_P(EveryDriver, RequestsAfterStopAreRefused) {
@@ -28,9 +50,9 @@ TEST_P(EveryDriver, RequestsAfterStopAreRefused) {
   EXPECT_CONTAINS(text, "shut down");
 }
 
-TEST_P(EveryDriver, OneThatShutsDownEarlyFailsThoseThatNeedIt) {
+TEST_P(EveryDriverOnNodes, OneThatShutsDownEarlyFailsThoseThatNeedIt) {
   for (int early = 0; early < 3; ++early) {
-    LoopbackWorld world(3, config());
+    LoopbackWorld world(three(), config());
     world.run([&](int rank) {
       EXPECT_EQ(sum_of_ones(world[rank], "x"), 3);
       if (rank == early) return world[rank].stop();
@@ -43,8 +65,8 @@ TEST_P(EveryDriver, OneThatShutsDownEarlyFailsThoseThatNeedIt) {
   }
 }
 
-TEST_P(EveryDriver, OneThatShutsDownEarlyLeavesOtherSetsAlone) {
-  LoopbackWorld world(3, config());
+TEST_P(EveryDriverOnNodes, OneThatShutsDownEarlyLeavesOtherSetsAlone) {
+  LoopbackWorld world(three(), config());
   world.run([&](int rank) {
     const int32_t set = add_set(world[rank], {1, 2});
     if (rank == 0) return world[rank].stop();
@@ -86,9 +108,9 @@ TEST_P(EveryDriver, StopEndsWaitsOfOtherThreads) {
 
 // All ranks have submitted, so the exchange may have been agreed when they shut down: each handle
 // has the sum or an error, and every rank comes to its end.
-TEST_P(EveryDriver, StopRightAfterSubmitting) {
+TEST_P(EveryDriverOnNodes, StopRightAfterSubmitting) {
   for (int round = 0; round < 50; ++round) {
-    LoopbackWorld world(3, config());
+    LoopbackWorld world(three(), config());
     world.run([&](int rank) {
       std::vector<float> data(5000, 1);
       const HandlePtr handle = world[rank].submit(allreduce_of("x", data), Urgency::kNow);
@@ -104,8 +126,8 @@ TEST_P(EveryDriver, StopRightAfterSubmitting) {
   }
 }
 
-TEST_P(EveryDriver, JoinEndsWhenTheOthersShutDown) {
-  LoopbackWorld world(3, config());
+TEST_P(EveryDriverOnNodes, JoinEndsWhenTheOthersShutDown) {
+  LoopbackWorld world(three(), config());
   world.run([&](int rank) {
     if (rank == 2) {
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
@@ -119,9 +141,9 @@ TEST_P(EveryDriver, JoinEndsWhenTheOthersShutDown) {
 
 // ---- death and silence -------------------------------------------------------------------------
 
-TEST_P(EveryDriver, DeathIsAnErrorThatNamesTheRank) {
+TEST_P(EveryDriverOnNodes, DeathIsAnErrorThatNamesTheRank) {
   for (int dead = 0; dead < 3; ++dead) {
-    LoopbackWorld world(3, config());
+    LoopbackWorld world(three(), config());
     std::atomic<int> through{0};
     world.run([&](int rank) {
       EXPECT_EQ(sum_of_ones(world[rank], "x"), 3);
@@ -141,8 +163,8 @@ TEST_P(EveryDriver, DeathIsAnErrorThatNamesTheRank) {
   }
 }
 
-TEST_P(EveryDriver, DeathFailsEveryOpenHandle) {
-  LoopbackWorld world(3, config());
+TEST_P(EveryDriverOnNodes, DeathFailsEveryOpenHandle) {
+  LoopbackWorld world(three(), config());
   world.run([&](int rank) {
     if (rank == 2) {
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
@@ -156,94 +178,6 @@ TEST_P(EveryDriver, DeathFailsEveryOpenHandle) {
     }
     for (const HandlePtr& handle : handles)
       EXPECT_CONTAINS(error_of<PeerError>([&] { finish(world[rank], handle); }), "rank 2");
-  });
-}
-
-// Rank 1 of two that agrees to an exchange, but whose part in it never comes.
-class MutePeer {
- public:
-  explicit MutePeer(const Config& config)
-      : hub_(2),
-        board_(2),
-        channel_(board_.connect(1)),
-        engine(config, hub_.connect(0), board_.connect(0), {"host h0", "host h1"}) {}
-  ~MutePeer() { board_.lose(1); }  // else rank 0 would wait for its goodbye
-
-  // Reports `request` ready, and answers rank 0 until `over`, or until it is to fall silent.
-  void agree(const Request& request, bool answers, const std::function<bool()>& over) {
-    Report report;
-    report.full.push_back({{request.name, 0}, request.description.encode(), ""});
-    Writer w;
-    report.encode(w);
-    channel_->send(0, w.bytes());
-    for (bool agreed = false; !over();) {
-      std::vector<Message> inbox;
-      channel_->receive(1000, inbox);
-      for (const Message& message : inbox) {
-        Reader r(message.bytes);
-        const auto type = r.get<MessageType>();
-        agreed = agreed || type == MessageType::kDecision;
-        if (type == MessageType::kPing && answers)
-          channel_->send(0, text_message(MessageType::kPong));
-      }
-      if (agreed && dies) return board_.lose(1);
-    }
-  }
-  bool dies = false;
-
- private:
-  LoopbackHub hub_;
-  LoopbackSwitchboard board_;
-  std::unique_ptr<Channel> channel_;
-
- public:
-  Engine engine;
-};
-
-std::string failure_with(MutePeer& peer, bool answers) {
-  std::vector<float> data(1000, 1);
-  const RequestPtr request = allreduce_of("x", data);
-  std::string text;
-  run_ranks(2, [&](int rank) {
-    if (rank == 1) return peer.agree(*request, answers, [&] { return request->handle->done(); });
-    text = error_of<PeerError>([&] { call(peer.engine, request); });
-  });
-  return text;
-}
-
-TEST_P(EveryDriver, DeathInTheMiddleOfAnExchange) {
-  MutePeer peer(config());
-  peer.dies = true;
-  EXPECT_CONTAINS(failure_with(peer, true), "rank 1 (host h1) is gone");
-}
-
-TEST_P(EveryDriver, SilenceInTheMiddleOfAnExchange) {
-  Config impatient = config();
-  impatient.peer_timeout_s = 0.5;
-  MutePeer peer(impatient);
-  EXPECT_CONTAINS(failure_with(peer, false), "rank 1 (host h1) has not answered");
-}
-
-TEST_P(EveryDriver, ExchangeWithoutProgressFails) {
-  Config strict = config();
-  strict.stall_fail_s = 0.5;
-  MutePeer peer(strict);
-  const std::string text = failure_with(peer, true);
-  EXPECT_CONTAINS(text, "x, on which all ranks had agreed, made no progress");
-  EXPECT_CONTAINS(text, "stall_fail_s");
-}
-
-TEST(Interrupted, InAnExchangeThatGetsNowhere) {
-  MutePeer peer(quiet_config());
-  std::vector<float> data(1000, 1);
-  const RequestPtr request = allreduce_of("x", data);
-  run_ranks(2, [&](int rank) {
-    if (rank == 1) return peer.agree(*request, true, [&] { return request->handle->done(); });
-    const HandlePtr handle = peer.engine.submit(request, Urgency::kWaited);
-    int asked = 0;
-    EXPECT_TRUE(peer.engine.wait(*handle, kHangS, [&] { return ++asked == 2; }));
-    const std::string text = error_of<PeerError>([&] { handle->rethrow(); });
-    EXPECT_CONTAINS(text, "rank 0 (host h0) was interrupted: x, on which");
   });
 }
 

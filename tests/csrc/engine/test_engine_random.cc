@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <random>
+#include <tuple>
 
 #include "engine/loopback_world.h"
 
@@ -41,15 +43,16 @@ class Running {
 template <class T>
 class RunningOn : public Running {
  public:
-  RunningOn(const Operation& o, int rank)
-      : o_(o), rank_(rank), request_(request_of(o.kind, o.name, o.set)) {
+  // In the engine's arenas or not: that of each rank may decide by itself.
+  RunningOn(const Operation& o, Engine& engine, bool arenas)
+      : o_(o), rank_(engine.rank()), request_(request_of(o.kind, o.name, o.set)) {
     request_->description.op = o.op;
     request_->description.root = o.kind == OpKind::kBroadcast ? o.root : -1;
     tensors_.resize(o.kind == OpKind::kBarrier    ? 0
                     : o.kind == OpKind::kAlltoall ? 1
                                                   : o.counts.size());
     outs_.resize(tensors_.size());
-    for (size_t t = 0; t < tensors_.size(); ++t) add(t);
+    for (size_t t = 0; t < tensors_.size(); ++t) add(t, arenas ? &engine : nullptr);
   }
   const RequestPtr& request() const override { return request_; }
 
@@ -67,7 +70,7 @@ class RunningOn : public Running {
     return static_cast<int>(std::find(o_.ranks.begin(), o_.ranks.end(), rank) - o_.ranks.begin());
   }
 
-  void add(size_t t) {
+  void add(size_t t, Engine* engine) {
     auto& values = tensors_[t];
     int64_t rows = -1, count = o_.counts[t];
     if (o_.kind == OpKind::kAllgather) rows = rows_of(o_, t, rank_);
@@ -83,20 +86,40 @@ class RunningOn : public Running {
     values.resize(static_cast<size_t>(count));
     for (size_t i = 0; i < values.size(); ++i)
       values[i] = static_cast<T>(value(rank_, static_cast<int64_t>(i)));
-    if (rows < 0) return add_vector(*request_, values);
-    // Matrices two wide, also where this rank has no row of them.
+    if (rows < 0) add_vector(*request_, values);
+    if (rows >= 0) add_matrix(t, rows);
+    if (engine) move(t, *engine);
+  }
+
+  // Two wide, also where this rank has no row of it.
+  void add_matrix(size_t t, int64_t rows) {
     const bool any = o_.kind != OpKind::kReducescatter;
     outs_[t].resize(
         static_cast<size_t>(slice_of(rows, static_cast<int>(o_.ranks.size()), me()).count * 2));
     request_->parts.push_back(
-        {reinterpret_cast<char*>(values.data()), reinterpret_cast<char*>(outs_[t].data())});
+        {reinterpret_cast<char*>(tensors_[t].data()), reinterpret_cast<char*>(outs_[t].data())});
     request_->rows.push_back(rows);
     request_->description.add_tensor(dtype_of<T>(), {any ? kAnyExtent : rows, 2});
   }
 
+  // What is exchanged is in an arena instead, and the request keeps it alive.
+  void move(size_t t, Engine& engine) {
+    Part& part = request_->parts[t];
+    const size_t nbytes = tensors_[t].size() * sizeof(T);
+    const auto arena = engine.allocate(nbytes);
+    if (nbytes > 0) std::memcpy(arena.get(), part.in, nbytes);
+    if (part.out == part.in) part.out = arena.get();
+    part.in = arena.get();
+    arenas_.push_back(arena);
+    request_->keepalive = std::make_shared<decltype(arenas_)>(arenas_);
+  }
+
   std::vector<T> result(size_t t) const {
     if (o_.kind == OpKind::kReducescatter) return outs_[t];
-    if (o_.kind != OpKind::kAllgather && o_.kind != OpKind::kAlltoall) return tensors_[t];
+    if (o_.kind != OpKind::kAllgather && o_.kind != OpKind::kAlltoall) {
+      const T* data = reinterpret_cast<const T*>(request_->parts[t].out);
+      return {data, data + tensors_[t].size()};
+    }
     const Output& output = request_->handle->outputs.at(t);
     int64_t rows = 0;
     for (const int64_t n : output.rows) rows += n;
@@ -151,6 +174,7 @@ class RunningOn : public Running {
   const int rank_;
   RequestPtr request_;
   std::vector<std::vector<T>> tensors_, outs_;
+  std::vector<std::shared_ptr<char>> arenas_;
 };
 
 class Program {
@@ -210,19 +234,18 @@ class Program {
   std::vector<std::vector<int>> sets_;
 };
 
-std::unique_ptr<Running> running_of(const Operation& o, int rank) {
-  if (o.floats) return std::make_unique<RunningOn<float>>(o, rank);
-  return std::make_unique<RunningOn<int32_t>>(o, rank);
+std::unique_ptr<Running> running_of(const Operation& o, Engine& engine, bool arenas) {
+  if (o.floats) return std::make_unique<RunningOn<float>>(o, engine, arenas);
+  return std::make_unique<RunningOn<int32_t>>(o, engine, arenas);
 }
 
 // Submits one thread's share of a round and waits in an order of its own.
-void submit_and_check(Engine& engine, int rank, const std::vector<Operation>& share,
-                      unsigned seed) {
+void submit_and_check(Engine& engine, const std::vector<Operation>& share, unsigned seed) {
   std::mt19937 random(seed);
   std::vector<std::unique_ptr<Running>> running;
   std::vector<HandlePtr> handles;
   for (const Operation& o : share) {
-    running.push_back(running_of(o, rank));
+    running.push_back(running_of(o, engine, random() % 2));
     handles.push_back(engine.submit(running.back()->request(), static_cast<Urgency>(random() % 3)));
   }
   std::vector<size_t> order(handles.size());
@@ -249,7 +272,7 @@ void run_round(Engine& engine, int rank, const std::vector<Operation>& operation
   for (size_t t = 0; t < kThreads; ++t)
     threads.emplace_back([&, t] {
       try {
-        submit_and_check(engine, rank, shares[t], seed + static_cast<unsigned>(t));
+        submit_and_check(engine, shares[t], seed + static_cast<unsigned>(t));
       } catch (const std::exception& error) {
         ADD_FAILURE() << "rank " << rank << ": " << error.what();
       }
@@ -257,31 +280,34 @@ void run_round(Engine& engine, int rank, const std::vector<Operation>& operation
   for (std::thread& thread : threads) thread.join();
 }
 
-struct Setting {
-  int nranks;
-  bool inline_drive;
+using Setting = std::tuple<NodeOf, bool>;
+class RandomPrograms : public testing::TestWithParam<Setting> {
+ protected:
+  const NodeOf& node_of() const { return std::get<0>(GetParam()); }
+  int n() const { return static_cast<int>(node_of().size()); }
+  // With seeds some programs fuse nothing, or little.
+  Config config(unsigned seed) const {
+    Config config = quiet_config(seed % 2 ? node_of() : NodeOf());
+    config.inline_drive = std::get<1>(GetParam());
+    config.fusion_nbytes = seed % 3 == 0 ? 0 : seed % 3 == 1 ? 1000 : 16 << 20;
+    return config;
+  }
 };
-class RandomPrograms : public testing::TestWithParam<Setting> {};
 INSTANTIATE_TEST_SUITE_P(Engine, RandomPrograms,
-                         testing::Values(Setting{1, true}, Setting{1, false}, Setting{2, true},
-                                         Setting{2, false}, Setting{3, true}, Setting{3, false},
-                                         Setting{5, true}, Setting{5, false}),
+                         testing::Combine(testing::ValuesIn(layouts()), testing::Bool()),
                          [](const auto& info) {
-                           return std::to_string(info.param.nranks) +
-                                  (info.param.inline_drive ? "_Inline" : "_Thread");
+                           return name_of(std::get<0>(info.param)) +
+                                  (std::get<1>(info.param) ? "_Inline" : "_Thread");
                          });
 
 TEST_P(RandomPrograms, AlwaysGiveTheRightResults) {
   constexpr unsigned kPrograms = 12;
   constexpr int kRounds = 10;
   for (unsigned seed = 0; seed < kPrograms; ++seed) {
-    Config config = quiet_config();
-    config.inline_drive = GetParam().inline_drive;
-    config.fusion_nbytes = seed % 3 == 0 ? 0 : seed % 3 == 1 ? 1000 : 16 << 20;
-    LoopbackWorld world(GetParam().nranks, config);
-    Ranks ranks(GetParam().nranks);
+    LoopbackWorld world(node_of(), config(seed));
+    Ranks ranks(n());
     ranks.run([&](int rank) {
-      Program program(seed, GetParam().nranks);
+      Program program(seed, n());
       for (size_t set = 1; set < program.sets().size(); ++set) {
         const auto& members = program.sets()[set];
         ASSERT_EQ(add_set(world[rank], {members.begin(), members.end()}),
@@ -291,6 +317,44 @@ TEST_P(RandomPrograms, AlwaysGiveTheRightResults) {
         ranks.note(rank, "seed " + std::to_string(seed) + ", round " + std::to_string(round));
         run_round(world[rank], rank, program.round(),
                   seed * 1000 + static_cast<unsigned>(rank * 100 + round));
+      }
+    });
+    if (HasFatalFailure()) return;
+  }
+}
+
+// One rank dies in the middle of a round. What the others get is right, or an error that names it.
+TEST_P(RandomPrograms, EndWhenARankDies) {
+  constexpr unsigned kPrograms = 10;
+  for (unsigned seed = 0; seed < kPrograms && n() > 1; ++seed) {
+    const int dead = static_cast<int>(seed) % n();
+    LoopbackWorld world(node_of(), config(seed));
+    std::atomic<int> submitted{0};
+    std::vector<int> all;
+    for (int rank = 0; rank < n(); ++rank) all.push_back(rank);
+    world.run([&](int rank) {
+      Program program(seed, 2);  // whose only process set is that of all
+      std::mt19937 random(seed);
+      std::vector<std::unique_ptr<Running>> running;
+      std::vector<HandlePtr> handles;
+      for (Operation o : program.round()) {
+        o.ranks = all;
+        running.push_back(running_of(o, world[rank], random() % 2));
+        handles.push_back(world[rank].submit(running.back()->request(), Urgency::kNow));
+      }
+      ++submitted;
+      while (submitted < n()) std::this_thread::yield();
+      if (rank == dead) {
+        for (unsigned n = random() % 300; n > 0; --n) std::this_thread::yield();
+        return world.die(rank);
+      }
+      for (size_t i = 0; i < handles.size(); ++i) {
+        const std::string text = error_of<PeerError>([&] { finish(world[rank], handles[i]); });
+        if (text.empty()) {
+          running[i]->check();
+        } else {
+          EXPECT_CONTAINS(text, "rank " + std::to_string(dead));
+        }
       }
     });
     if (HasFatalFailure()) return;

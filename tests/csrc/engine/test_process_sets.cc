@@ -8,8 +8,9 @@
 namespace bagua {
 namespace {
 
-class JoinOfEverySize : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Engine, JoinOfEverySize, testing::Values(1, 2, 3, 5));
+class JoinOnEveryLayout : public testing::TestWithParam<NodeOf> {};
+INSTANTIATE_TEST_SUITE_P(Engine, JoinOnEveryLayout, testing::ValuesIn(layouts()),
+                         [](const auto& info) { return name_of(info.param); });
 
 TEST(ProcessSets, ProcessSetsWorkIndependently) {
   LoopbackWorld world(4);
@@ -81,9 +82,9 @@ TEST(ProcessSets, RemovingAProcessSetFailsWhatIsOpenInIt) {
   });
 }
 
-TEST_P(JoinOfEverySize, ContributesZeros) {
+TEST_P(JoinOnEveryLayout, ContributesZeros) {
   LoopbackWorld world(GetParam());
-  const int n = GetParam();
+  const int n = world.size();
   world.run([&](int rank) {
     for (int epoch = 0; epoch < 2; ++epoch) {
       for (int step = 0; step <= rank; ++step) {
