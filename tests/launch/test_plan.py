@@ -148,6 +148,7 @@ def test_fault_tolerance_where_there_is_any():
 )
 def test_refusals(line, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable))  # has a program named python
     (tmp_path / "train.py").write_text("")
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(UsageError) as caught:
