@@ -231,7 +231,8 @@ void Ledger::settle_bits(int32_t set, int32_t id) {
         {{entry.name, 0},
          gone.empty() ? ErrorKind::kUsage : ErrorKind::kPeer,
          entry.name + ": " + problem + " and takes no part in this " + kind_name(kind) +
-             (gone.empty() ? "" : "; did it end by an error? With fewer batches it should call join()"),
+             (gone.empty() ? ""
+                           : "; did it end by an error? With fewer batches it should call join()"),
          s.with_bit(id)});
   }
   for (int m = 0; m < static_cast<int>(s.ranks.size()); ++m) s.clear_bit(m, id);
