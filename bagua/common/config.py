@@ -10,7 +10,7 @@ import difflib
 import math
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Union
 
@@ -280,13 +280,17 @@ def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
             )
 
 
+def _place() -> str:
+    names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD")
+    return " ".join(os.environ.get(name, "") for name in names).strip()
+
+
 def claim_place() -> None:
     """Notes in the environment that this process is a rank; refuses if its parent is that rank.
 
     A launcher tells each rank its place by variables, which the children of the rank inherit.
     """
-    names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD")
-    place = " ".join(os.environ.get(name, "") for name in names).strip()
+    place = _place()
     if not place:
         return
     claim = f"{os.getpid()} {place}"
@@ -308,10 +312,27 @@ def claim_place() -> None:
 OPEN_MPI = {"OMPI_MCA_btl_tcp_eager_limit": "600000"}
 
 
+# A process alone has nobody to share memory with, and Open MPI would leave a file of 16 MB in
+# /dev/shm that nobody removes.
+OPEN_MPI_ALONE = {"OMPI_MCA_btl": "^sm"}
+
+
 def suggest(variables: Mapping[str, str]) -> None:
     """Sets variables that other software will read, unless somebody has."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def suggested_alone() -> Iterator[None]:
+    """Sets the above unless somebody has or a launcher has given this process a place in a job."""
+    fresh = {} if _place() else {n: v for n, v in OPEN_MPI_ALONE.items() if n not in os.environ}
+    os.environ.update(fresh)
+    try:
+        yield
+    finally:
+        for name in fresh:  # a job that this process starts is none of its business
+            os.environ.pop(name, None)
 
 
 def nccl_shares_gpu() -> bool:

@@ -13,7 +13,7 @@ mpi4py.rc.finalize = False
 
 from mpi4py import MPI  # noqa: E402
 
-from bagua.common.config import OPEN_MPI, claim_place, suggest  # noqa: E402
+from bagua.common.config import OPEN_MPI, claim_place, suggest, suggested_alone  # noqa: E402
 from bagua.common.errors import UsageError  # noqa: E402
 
 __all__ = ["MPI", "end", "ends_with_us", "start"]
@@ -35,7 +35,9 @@ def start() -> None:
         raise UsageError("MPI has been finalized in this process; init() must come before")
     if not MPI.Is_initialized():
         suggest(OPEN_MPI)
-        MPI.Init_thread(_LEVELS[mpi4py.rc.thread_level] if mpi4py.rc.threads else MPI.THREAD_SINGLE)
+        level = _LEVELS[mpi4py.rc.thread_level] if mpi4py.rc.threads else MPI.THREAD_SINGLE
+        with suggested_alone():
+            MPI.Init_thread(level)
         _ours = True
 
 

@@ -7,7 +7,8 @@
 // segment by segment.
 //
 // Sums of 16-bit floats are formed as fp32. They travel in 16 bits, through a codec: a node's sum
-// is rounded once and everyone's once. Short ones, and by a row that the user has named, as fp32.
+// is rounded once and everyone's once. As fp32 travel short ones, those by a row that the user has
+// named, and float16 that is to be scaled, of which too little or too much may be left before.
 #include <algorithm>
 #include <map>
 #include <vector>
@@ -136,13 +137,13 @@ void lead(Job& job, Group& far, int leader, const Layout& layout, int64_t at, in
   const bool exact = far.size() > 1 && !job.coding && job.peers.all();
   double share = 1;  // of a node's sum that travels
   Coding halves;
+  const bool f16 = job.dtype == DType::kF16;
   if (wide && is_linear(job.op) && exact && job.between_nodes == "auto" &&
-      across.nbytes() >= kHalvedNbytes) {
-    const bool f16 = job.dtype == DType::kF16;
+      across.nbytes() >= kHalvedNbytes && (!f16 || job.finish.factor == 1)) {
     halves.codec = find_codec(f16 ? "fp16" : "bf16");
     across.coding = &halves;
     // A node's sum may be too large for a float16 where the average of all is not.
-    while (f16 && layout.most * share > 1) share /= 2;
+    while (f16 && job.finish.divisor != 1 && layout.most * share > 1) share /= 2;
     across.finish.factor /= share;
   }
   across.data = wide ? job.scratch.get(Scratch::kWide, across.nbytes()) : mine;

@@ -1,6 +1,9 @@
 """Whether ranks of a machine share memory: by the setting `transport`, and where they cannot."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -25,6 +28,20 @@ else:
 """
 WARNING = "warning: no shared memory between ranks of one machine: "
 REASON = r"rank 1: cannot make \d+ bytes of shared memory: File too large \(see ulimit -f, 8192\)"
+
+
+# Nobody would remove it.
+def test_a_process_alone_makes_mpi_no_file_in_dev_shm():
+    program = (
+        "import os, bagua; bagua.init(); maps = open('/proc/self/maps').read();"
+        "print(bagua.size(), '/dev/shm/' in maps, os.environ.get('OMPI_MCA_btl'))"
+    )
+    job = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "BAGUA_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(job)}
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout == "1 False None\n", run
 
 
 @pytest.fixture

@@ -119,7 +119,7 @@ TEST_P(Hierarchical, ReducesHalvesAndIntegers) {
 
 // What two nodes of two make of one number of each rank.
 void reduce_halves(const std::vector<float>& numbers, int64_t count, ReduceOp op, float expected,
-                   const std::string& between_nodes = "auto") {
+                   const std::string& between_nodes = "auto", double factor = 1) {
   with_jobs(4, DType::kF16,
             [&](int rank, Job& job) {
               std::vector<F16> data(static_cast<size_t>(count), to_f16(numbers[rank]));
@@ -127,6 +127,7 @@ void reduce_halves(const std::vector<float>& numbers, int64_t count, ReduceOp op
               job.count = count;
               job.op = op;
               job.finish.divisor = op == ReduceOp::kAverage ? 4 : 1;
+              job.finish.factor = factor;
               job.between_nodes = between_nodes;
               hierarchical(job);
               for (const F16 x : data) ASSERT_EQ(to_float(x), expected);
@@ -143,12 +144,16 @@ TEST(HierarchicalHalves, ShortOnesAndNamedRowsRoundOnce) {
 }
 
 // A node's sum would be Inf, or next to nothing if it were divided by all ranks.
-TEST(HierarchicalHalves, AverageAsFarAsTheyReach) {
+TEST(HierarchicalHalves, ReachAsFarAsFloat16) {
   const float most = 65504, least = 1.0f / (1 << 24);
-  for (const float x : {most, least * 1024})
-    for (const int64_t count : {1000, 100000})
+  for (const int64_t count : {1000, 100000}) {
+    for (const float x : {most, least, 3 * least})
       reduce_halves({x, x, x, x}, count, ReduceOp::kAverage, x);
-  reduce_halves({40000, 40000, -40000, -20000}, 100000, ReduceOp::kSum, 20000);
+    for (const float x : {1.0f, 3.0f, 2500.0f})
+      reduce_halves({x * least, 0, 0, 0}, count, ReduceOp::kSum, x * least);
+    reduce_halves({40000, 40000, 40000, 40000}, count, ReduceOp::kSum, 40000, "auto", 0.25);
+    reduce_halves({least, least, 0, least}, count, ReduceOp::kAverage, 768 * least, "auto", 1024);
+  }
 }
 
 TEST_P(Hierarchical, SendsAsIfEachNodeWereOneRank) {
