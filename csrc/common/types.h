@@ -71,9 +71,9 @@ constexpr const char* kind_name(OpKind kind) {
   return names[static_cast<int>(kind)];
 }
 
-// A factor may be applied before or after.
 // Whether results are some of the values.
 constexpr bool picks(ReduceOp op) { return op == ReduceOp::kMin || op == ReduceOp::kMax; }
+// A factor may be applied before or after.
 constexpr bool is_linear(ReduceOp op) { return op == ReduceOp::kSum || op == ReduceOp::kAverage; }
 constexpr bool is_float(DType dtype) { return dtype >= DType::kF16 && dtype <= DType::kF64; }
 constexpr bool is_complex(DType dtype) { return dtype >= DType::kC64; }

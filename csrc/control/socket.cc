@@ -9,7 +9,6 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
-
 #include <sys/socket.h>
 #include <unistd.h>
 
