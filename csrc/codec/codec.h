@@ -57,6 +57,10 @@ const std::vector<Codec>& codecs();
 const Codec* find_codec(const std::string& name);  // null if there is none
 // What "codec", or "topk:kept:values", says. Throws a UsageError.
 Coding parse_coding(const std::string& text);
+// What carries 16-bit floats of this type as they are.
+inline Coding half_coding(DType dtype) {
+  return {find_codec(dtype == DType::kF16 ? "fp16" : "bf16")};
+}
 
 inline int64_t Coding::block() const { return codec->block; }
 inline int64_t Coding::wire_nbytes(int64_t count) const { return codec->wire_nbytes(*this, count); }

@@ -120,6 +120,21 @@ class NodeChunk {
   std::vector<char*> bases_;  // of every rank of the node
 };
 
+// Whether what leaders exchange of 16-bit floats may travel in 16 bits.
+bool may_travel_halved(const Job& job, const Job& across) {
+  return is_linear(job.op) && !job.coding && job.peers.all() && job.between_nodes == "auto" &&
+         across.group.size() > 1 && across.nbytes() >= kHalvedNbytes &&
+         (job.dtype != DType::kF16 || job.finish.factor == 1);
+}
+
+// What part of a node's sum travels: all of it may be too large for a float16 where the average
+// over all nodes, of at most so many ranks, is not.
+double share_of(const Job& job, int most) {
+  double share = 1;
+  while (job.dtype == DType::kF16 && job.finish.divisor != 1 && most * share > 1) share /= 2;
+  return share;
+}
+
 // The leaders' part: slice number `leader` of the chunk at `at`, over all nodes.
 void lead(Job& job, Group& far, int leader, const Layout& layout, int64_t at, int64_t count,
           const NodeChunk& chunk) {
@@ -134,18 +149,11 @@ void lead(Job& job, Group& far, int leader, const Layout& layout, int64_t at, in
     if (job.kept[i]) across.kept[i] = job.kept[i] + at + slice.begin;
   across.peers = job.peers;
   across.weights = layout.weights;
-  const bool exact = far.size() > 1 && !job.coding && job.peers.all();
-  double share = 1;  // of a node's sum that travels
-  Coding halves;
-  const bool f16 = job.dtype == DType::kF16;
-  if (wide && is_linear(job.op) && exact && job.between_nodes == "auto" &&
-      across.nbytes() >= kHalvedNbytes && (!f16 || job.finish.factor == 1)) {
-    halves.codec = find_codec(f16 ? "fp16" : "bf16");
-    across.coding = &halves;
-    // A node's sum may be too large for a float16 where the average of all is not.
-    while (f16 && job.finish.divisor != 1 && layout.most * share > 1) share /= 2;
-    across.finish.factor /= share;
-  }
+  const bool halved = wide && may_travel_halved(job, across);
+  const Coding halves = half_coding(job.dtype);
+  const double share = halved ? share_of(job, layout.most) : 1;
+  if (halved) across.coding = &halves;
+  across.finish.factor /= share;
   across.data = wide ? job.scratch.get(Scratch::kWide, across.nbytes()) : mine;
   auto* floats = reinterpret_cast<float*>(across.data);
   across.prepare = [&](int64_t begin, int64_t n) {

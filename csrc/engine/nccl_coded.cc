@@ -34,8 +34,6 @@ struct Parts {
   }
 };
 
-const char* half_codec(DType dtype) { return dtype == DType::kF16 ? "fp16" : "bf16"; }
-
 }  // namespace
 
 bool can_code_on_device(const std::string& codec, DType dtype) {
@@ -53,7 +51,7 @@ void allreduce_coded(const OnDevice& on, const Job& job) {
   const bool half = job.dtype != DType::kF32;
   if (half) {
     data = reinterpret_cast<float*>(on.borrow(static_cast<size_t>(all.count) * sizeof(float)));
-    gpu_decode(parse_coding(half_codec(job.dtype)), all.in, all.count, data, on.device, on.stream);
+    gpu_decode(half_coding(job.dtype), all.in, all.count, data, on.device, on.stream);
   } else if (all.in != all.out) {
     on.device.copy(all.out, all.in, static_cast<size_t>(all.count) * sizeof(float), on.stream);
   }
@@ -71,8 +69,7 @@ void allreduce_coded(const OnDevice& on, const Job& job) {
   on.nccl.allgather(result + parts.at[me], result, parts.nbytes, DType::kU8);
   gpu_decode(coding, result, all.count, data, on.device, on.stream);
   if (half)
-    gpu_encode(parse_coding(half_codec(job.dtype)), data, nullptr, all.count, all.out, on.device,
-               on.stream);
+    gpu_encode(half_coding(job.dtype), data, nullptr, all.count, all.out, on.device, on.stream);
 }
 
 }  // namespace bagua
