@@ -33,7 +33,7 @@ std::vector<Stretch> stretches(const Coding& coding, int64_t begin, int64_t coun
 class CodecTime {
  public:
   explicit CodecTime(Group& group) : group_(group) {}
-  ~CodecTime() { group_.code(now_s() - began_s_); }
+  ~CodecTime() { group_.spend_in_codec(now_s() - began_s_); }
   CodecTime(const CodecTime&) = delete;
 
  private:

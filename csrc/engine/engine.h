@@ -95,7 +95,7 @@ class Engine {
   // Bytes of memory read and written for exchanges.
   int64_t touched_nbytes() const { return touched_nbytes_.load(std::memory_order_relaxed); }
   // Microseconds that codecs took, on CPUs.
-  int64_t coding_us() const { return coding_us_.load(std::memory_order_relaxed); }
+  int64_t codec_us() const { return codec_us_.load(std::memory_order_relaxed); }
   int64_t exchange_count() const { return exchange_count_.load(std::memory_order_relaxed); }
   int64_t message_count() const { return message_count_.load(std::memory_order_relaxed); }
 
@@ -230,7 +230,7 @@ class Engine {
   bool stopped_ = false;         // mutex_
   FailurePtr failure_;           // mutex_
   std::atomic<int> waiting_{0};  // threads in wait() that do not drive
-  std::atomic<int64_t> sent_nbytes_{0}, touched_nbytes_{0}, coding_us_{0};
+  std::atomic<int64_t> sent_nbytes_{0}, touched_nbytes_{0}, codec_us_{0};
   std::atomic<int64_t> exchange_count_{0}, message_count_{0};
 
   std::thread thread_;  // last: starts when everything else is there

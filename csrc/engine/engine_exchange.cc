@@ -66,19 +66,26 @@ void Engine::exchange(int32_t id, const std::vector<RequestPtr>& requests) {
     if (staging) staging->end();
     if (nccl) nccl->end(requests);
   };
+  Work counted;  // before who waits for the requests can look
+  const auto count = [&] {
+    const Work& done = group.work();
+    sent_nbytes_ += done.sent_nbytes - counted.sent_nbytes;
+    touched_nbytes_ += done.touched_nbytes - counted.touched_nbytes;
+    codec_us_ += static_cast<int64_t>((done.codec_s - counted.codec_s) * 1e6);
+    counted = done;
+  };
   // What is kept may change until the end.
   if (!staging || !requests[0]->kept[0])
     bench.values_final = [&] {
       end();
+      count();
       announce(requests);
     };
   if (staging) staging->begin(requests, group, d.kind != OpKind::kBroadcast || d.root == rank_);
+  ++exchange_count_;
   run_exchange(requests, group, set.ranks, bench);
   end();
-  sent_nbytes_ += group.sent_nbytes();
-  touched_nbytes_ += group.touched_nbytes();
-  coding_us_ += static_cast<int64_t>(group.coding_s() * 1e6);
-  ++exchange_count_;
+  count();
   complete(requests, nullptr);
 }
 

@@ -183,7 +183,7 @@ PYBIND11_MODULE(_core, m) {
         py::dict d;
         d["sent_nbytes"] = e.sent_nbytes();
         d["touched_nbytes"] = e.touched_nbytes();
-        d["codec_us"] = e.coding_us();
+        d["codec_us"] = e.codec_us();
         d["exchanges"] = e.exchange_count();
         d["helped"] = e.helped_count();
         d["control_messages"] = e.message_count();

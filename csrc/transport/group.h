@@ -9,6 +9,13 @@
 
 namespace bagua {
 
+// What a rank has done, for the counters.
+struct Work {
+  int64_t sent_nbytes = 0;
+  int64_t touched_nbytes = 0;
+  double codec_s = 0;
+};
+
 class Group {
  public:
   // `ranks` are transport ranks in ascending order; `me` is an index into them.
@@ -35,9 +42,9 @@ class Group {
   }
   // What a part of this group has done is done by it.
   void count(const Group& part) {
-    sent_nbytes_ += part.sent_nbytes_;
-    touched_nbytes_ += part.touched_nbytes_;
-    coding_s_ += part.coding_s_;
+    work_.sent_nbytes += part.work_.sent_nbytes;
+    work_.touched_nbytes += part.work_.touched_nbytes;
+    work_.codec_s += part.work_.codec_s;
   }
   bool on_shared_nodes() const { return bagua::on_shared_nodes(transport_, ranks_); }
   // Equal for those that share memory.
@@ -51,7 +58,7 @@ class Group {
   int neighbor(int distance) const { return (me_ + distance % size() + size()) % size(); }
 
   Ticket send(int index, const void* data, size_t nbytes) {
-    sent_nbytes_ += static_cast<int64_t>(nbytes);
+    work_.sent_nbytes += static_cast<int64_t>(nbytes);
     touch(nbytes);
     return transport_.send(ranks_[index], data, nbytes);
   }
@@ -66,7 +73,7 @@ class Group {
   void wait(Ticket ticket) {
     wait_until([&] { return transport_.done(ticket); }, transport_.peer_of(ticket));
   }
-  // Waits for something that is nobody's word, or this rank's.
+  // Waits until a condition holds; `peer` is whose doing that is, if it is one rank's.
   template <class Reached>
   void wait_until(Reached&& reached, int peer = -1) {
     if (reached()) return;
@@ -113,18 +120,15 @@ class Group {
   // often the transport copies it. Who never has to wait for long looks around here: see
   // Waiter::look.
   void touch(size_t nbytes) {
-    touched_nbytes_ += static_cast<int64_t>(nbytes);
-    if (touched_nbytes_ < look_at_) return;
-    look_at_ = touched_nbytes_ + kLookNbytes;
+    work_.touched_nbytes += static_cast<int64_t>(nbytes);
+    if (work_.touched_nbytes < look_at_) return;
+    look_at_ = work_.touched_nbytes + kLookNbytes;
     waiter_.look();
   }
 
   // So long it took to encode or decode.
-  void code(double s) { coding_s_ += s; }
-
-  int64_t sent_nbytes() const { return sent_nbytes_; }
-  double coding_s() const { return coding_s_; }
-  int64_t touched_nbytes() const { return touched_nbytes_; }
+  void spend_in_codec(double s) { work_.codec_s += s; }
+  const Work& work() const { return work_; }
 
  private:
   Note hear_peer(int peer) {
@@ -143,10 +147,8 @@ class Group {
   Node* node_;
   std::vector<int> node_indices_;
   static constexpr int64_t kLookNbytes = 128 << 20;
-  int64_t sent_nbytes_ = 0;
-  int64_t touched_nbytes_ = 0;
+  Work work_;
   int64_t look_at_ = kLookNbytes;
-  double coding_s_ = 0;
 };
 
 // Messages that are waited for together.

@@ -266,7 +266,7 @@ void check_adasum(int n, size_t count) {
     adasum(job);
     const auto nbytes = static_cast<int64_t>(count * sizeof(double));
     if (n == 4 && nbytes >= 128 << 10) {
-      EXPECT_NEAR(job.group.sent_nbytes(), nbytes * 3 / 2, 512);
+      EXPECT_NEAR(job.group.work().sent_nbytes, nbytes * 3 / 2, 512);
     }
   });
   const std::vector<double> expected = adasum_oracle(inputs);

@@ -176,7 +176,7 @@ TEST(Compressed, SendsTheCodecsBytes) {
                 job.count = count;
                 job.coding = &coding;
                 choose_collective(OpKind::kAllreduce, job, "auto").run(job);
-                EXPECT_EQ(job.group.sent_nbytes(), sent_by_all(coding, 4, count) / 4)
+                EXPECT_EQ(job.group.work().sent_nbytes, sent_by_all(coding, 4, count) / 4)
                     << coding.codec->name;
               },
               {0, 1, 2, 3});
@@ -229,7 +229,7 @@ void check_between_nodes(const Coding& coding, const std::vector<int>& node_of, 
             ASSERT_EQ(data[i], expected[static_cast<size_t>(round)][i])
                 << coding.codec->name << " round " << round << " at " << i;
         }
-        sent += job.group.sent_nbytes();
+        sent += job.group.work().sent_nbytes;
       },
       node_of);
   EXPECT_EQ(sent, nbytes) << coding.codec->name;

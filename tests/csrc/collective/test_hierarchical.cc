@@ -50,7 +50,7 @@ class Hierarchical : public testing::TestWithParam<Layout> {
           };
           for (int64_t i = 0; i < count; ++i)
             ASSERT_EACH_EQ(get(job.dtype, job.data, i), expect(i)) << "at " << i << " of " << count;
-          sent += job.group.sent_nbytes();
+          sent += job.group.work().sent_nbytes;
         },
         GetParam());
     EXPECT_EQ(leaders > 0, node_count() > 1 && count > 0);

@@ -223,7 +223,7 @@ TEST(SharedMoves, CopyOnceOutOfArenas) {
       job.in_counts = job.out_counts = {kCount, kCount};
       rows_of(kind).front()->run(job);
       const std::lock_guard<std::mutex> lock(mutex);
-      all += job.group.touched_nbytes();
+      all += job.group.work().touched_nbytes;
     });
     return static_cast<double>(all) / kNbytes;
   };

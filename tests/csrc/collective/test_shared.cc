@@ -154,8 +154,8 @@ TEST(Shared, TouchesMemoryInArenasAsOftenAsACopy) {
       const auto memory = job.group.node()->arenas()->allocate(job.nbytes());
       job.data = memory.get();
       shared(job);
-      EXPECT_EQ(job.group.touched_nbytes(), 2 * static_cast<int64_t>(job.nbytes()));
-      EXPECT_EQ(job.group.sent_nbytes(), 0);
+      EXPECT_EQ(job.group.work().touched_nbytes, 2 * static_cast<int64_t>(job.nbytes()));
+      EXPECT_EQ(job.group.work().sent_nbytes, 0);
     });
 }
 
