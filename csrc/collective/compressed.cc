@@ -13,9 +13,9 @@
 namespace bagua {
 namespace {
 
-class Halves {
+class Compressed {
  public:
-  Halves(Job& job, float* data)
+  Compressed(Job& job, float* data)
       : job_(job), coding_(*job.coding), group_(job.group), data_(data), sends_(job.group) {
     const int n = group_.size();
     const int64_t block = coding_.block();
@@ -130,7 +130,7 @@ class Halves {
 }  // namespace
 
 void compressed(Job& job) {
-  on_floats(job, [](Job& job, float* data) { Halves(job, data).run(); });
+  on_floats(job, [](Job& job, float* data) { Compressed(job, data).run(); });
 }
 
 }  // namespace bagua

@@ -17,11 +17,10 @@ void Job::reduce(const Targets& targets, const void* const* srcs, int nsrcs, int
                  Finish finish) const {
   const auto step = static_cast<int64_t>(item());
   const bool helped = crew && static_cast<size_t>(n) * item() >= kCrewNbytes && crew->idle();
-  const bool long_one = n * step > kLongNbytes;
   const auto touch = [&](int64_t count) {
     group.touch(static_cast<size_t>((nsrcs + targets.count) * count * step));
   };
-  if ((!helped && !long_one) || nsrcs > kMostRows || targets.count > kMostRows) {
+  if (nsrcs > kMostRows || targets.count > kMostRows) {
     touch(n);
     return bagua::reduce(dtype, op, targets, srcs, nsrcs, n, finish);
   }

@@ -38,6 +38,11 @@ class LoopbackTransport : public Transport {
     return false;
   }
 
+  int peer_of(Ticket ticket) const override {
+    const auto it = receives_.find(ticket);
+    return it == receives_.end() ? -1 : it->second.peer;
+  }
+
   void progress() override {}
   Node* node() override { return node_.get(); }
   int node_of(int rank) const override {

@@ -27,8 +27,8 @@ class Transport {
   // Makes progress; true once, when the message has left or arrived.
   virtual bool done(Ticket ticket) = 0;
 
-  // Who sends or receives it; -1 where nobody has taken note.
-  virtual int peer_of(Ticket) const { return -1; }
+  // Who sends or receives it; -1 for what is done.
+  virtual int peer_of(Ticket ticket) const = 0;
 
   // Lets messages that are done for us, but not yet for the peer, go on. Cheap.
   virtual void progress() = 0;

@@ -82,6 +82,7 @@ class GatedTransport : public Transport {
     received_.erase(ticket);
     return true;
   }
+  int peer_of(Ticket ticket) const override { return inner_->peer_of(ticket); }
   void progress() override { inner_->progress(); }
   Node* node() override { return inner_->node(); }
   int node_of(int rank) const override { return inner_->node_of(rank); }

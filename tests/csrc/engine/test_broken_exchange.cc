@@ -130,6 +130,7 @@ TEST(Interrupted, EndsAnExchangeThatGetsNowhere) {
     EXPECT_TRUE(world[rank].wait(*handle, kHangS, interrupted));
     const std::string text = error_of<PeerError>([&] { handle->rethrow(); });
     EXPECT_CONTAINS(text, host(0) + " was interrupted: x, on which all ranks had agreed");
+    EXPECT_CONTAINS(text, "waiting for " + host(1));
   });
 }
 
