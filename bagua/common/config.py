@@ -312,26 +312,21 @@ def claim_place() -> None:
 OPEN_MPI = {"OMPI_MCA_btl_tcp_eager_limit": "600000"}
 
 
-# A process alone has nobody to share memory with, and Open MPI would leave a file of 16 MB in
-# /dev/shm that nobody removes.
-OPEN_MPI_ALONE = {"OMPI_MCA_btl": "^sm"}
-
-
-def suggest(variables: Mapping[str, str]) -> None:
-    """Sets variables that other software will read, unless somebody has."""
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)
+# For a process alone, too: it has nobody to share memory with, and Open MPI would leave a file of
+# 16 MB in /dev/shm that nobody removes.
+_OPEN_MPI_ALONE = {"OMPI_MCA_btl": "^sm"}
 
 
 @contextlib.contextmanager
-def suggested_alone() -> Iterator[None]:
-    """Sets the above unless somebody has or a launcher has given this process a place in a job."""
-    fresh = {} if _place() else {n: v for n, v in OPEN_MPI_ALONE.items() if n not in os.environ}
+def suggested() -> Iterator[None]:
+    """Sets the above for a while, unless somebody has; no job that this process starts has them."""
+    wanted = OPEN_MPI if _place() else OPEN_MPI | _OPEN_MPI_ALONE
+    fresh = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(fresh)
     try:
         yield
     finally:
-        for name in fresh:  # a job that this process starts is none of its business
+        for name in fresh:
             os.environ.pop(name, None)
 
 

@@ -13,7 +13,7 @@ mpi4py.rc.finalize = False
 
 from mpi4py import MPI  # noqa: E402
 
-from bagua.common.config import OPEN_MPI, claim_place, suggest, suggested_alone  # noqa: E402
+from bagua.common.config import claim_place, suggested  # noqa: E402
 from bagua.common.errors import UsageError  # noqa: E402
 
 __all__ = ["MPI", "end", "ends_with_us", "start"]
@@ -34,9 +34,8 @@ def start() -> None:
     if MPI.Is_finalized():
         raise UsageError("MPI has been finalized in this process; init() must come before")
     if not MPI.Is_initialized():
-        suggest(OPEN_MPI)
         level = _LEVELS[mpi4py.rc.thread_level] if mpi4py.rc.threads else MPI.THREAD_SINGLE
-        with suggested_alone():
+        with suggested():
             MPI.Init_thread(level)
         _ours = True
 
