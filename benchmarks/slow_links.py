@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,11 +139,7 @@ def measure(names: list[str], rounds: int, address: str) -> dict[str, Figure]:
     mine = {name: turns.end() for name, turns in systems.items()}
     everyone = comm.allgather(mine)
     return {
-        name: Figure(
-            max(figures[name].step_s for figures in everyone),
-            max(figures[name].sent_nbytes for figures in everyone),
-            max(figures[name].codec_s for figures in everyone),
-        )
+        name: Figure(*map(max, zip(*(astuple(figures[name]) for figures in everyone))))
         for name in mine
     }
 

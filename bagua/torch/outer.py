@@ -6,7 +6,7 @@ import torch
 
 from bagua.common.kinds import Urgency
 from bagua.torch.between_steps import BetweenSteps, Kept
-from bagua.torch.pieces import Piece, land_all
+from bagua.torch.pieces import land_all
 
 # At most, if it is more than one parameter: while one piece travels the next is made ready.
 _PIECE_NBYTES = 8 << 20
@@ -48,25 +48,25 @@ class Outer(BetweenSteps):
 
     @torch.no_grad()
     def _overlap(self) -> None:
-        if self._launched:
-            self._begin_anew()
-        else:
-            for piece, begin in zip(self._pieces, self._begins):
-                _subtract_weights(begin, piece)
-                piece.flat.copy_(begin)
-                piece.copy_weights(piece.views_of(begin))
+        self._begin_anew()
         for piece in self._pieces:
             piece.launch(Urgency.NOW)
         self._launched = True
 
     def _begin_anew(self) -> None:
-        """From the new common weights less this rank's own change, which is left in the arena."""
-        self._step_together()
+        """Leaves this rank's own change in the arena, and, where changes have arrived, the round
+        that begins new common weights less that change."""
+        arrived = self._launched
+        if arrived:
+            self._step_together()
         for piece, common, begin in zip(self._pieces, self._common, self._begins):
-            _subtract_weights(begin, piece)
+            torch._foreach_sub_(piece.views_of(begin), piece.params)
             piece.flat.copy_(begin)
-            torch.sub(common, begin, out=begin)
-            piece.set_weights(piece.views_of(begin))
+            if arrived:
+                torch.sub(common, begin, out=begin)
+                piece.set_weights(piece.views_of(begin))
+            else:
+                piece.copy_weights(piece.views_of(begin))
 
     @torch.no_grad()
     def _step_now(self) -> None:
@@ -79,6 +79,7 @@ class Outer(BetweenSteps):
             piece.set_weights(piece.views_of(common))
 
     def _step_together(self) -> None:
+        """The common weights take their step by the changes that have arrived."""
         lr, beta = self._exchange.outer_lr, self._exchange.outer_momentum
         self._launched = False
         land_all(self._pieces)
@@ -117,8 +118,3 @@ class Outer(BetweenSteps):
     def _restore(self, values: dict[str, dict[str, torch.Tensor]]) -> None:
         self._launched = "arrived" in values
         super()._restore({"begins": values["common"]} | values)
-
-
-def _subtract_weights(begin: torch.Tensor, piece: Piece) -> None:
-    """What this rank has changed since, in the memory of what it began with."""
-    torch._foreach_sub_(piece.views_of(begin), piece.params)

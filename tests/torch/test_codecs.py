@@ -123,10 +123,8 @@ def test_what_travels_exactly(hvd):
 
 
 @pytest.mark.usefixtures("keep_order")
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != "raw"])
 def test_bytes_on_the_wire(everyone, hvd, codec):
-    if codec == "raw":
-        return
     count = 4096 * 12
     param = nn.Parameter(torch.zeros(1, count))
     algorithm = Algorithm(codec=codec)
