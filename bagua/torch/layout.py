@@ -14,7 +14,7 @@ from bagua.common.core import core
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.world import world
-from bagua.torch import lost
+from bagua.torch import lost, safety
 from bagua.torch.bucket_plan import Plan
 from bagua.torch.buckets import Bucket, Slot, Watch, claims
 from bagua.torch.checks import check_parameters
@@ -173,7 +173,10 @@ class Layout:
             self.rebuild([learned])
 
     def find_sparse(self) -> None:
-        """In the first exchange the ranks agree which parameters have sparse gradients."""
+        """In the first exchange the ranks agree which parameters have sparse gradients.
+
+        And hear if their weights are not the same.
+        """
         if self._sparse_as_dense:
             for param in self.slots:
                 if param.grad is not None and param.grad.is_sparse:
@@ -183,8 +186,15 @@ class Layout:
         slots = list(self.slots.values())
         grads = [slot.param.grad for slot in slots]
         sparse = np.array([grad is not None and grad.is_sparse for grad in grads], np.uint8)
+        # Where a sample's bytes and what each lacks to 255 are largest, they tell whether all have
+        # the same, as far as a rank has not joined, whose are zeros.
+        bytes_of = np.frombuffer(safety.sample(self.named()).to_bytes(4, "little"), np.uint8)
         self._agreed_on_sparse = True
-        agreed = self._agreed("sparse", sparse, ReduceOp.Max)
+        mine = np.concatenate([bytes_of, 255 - bytes_of, sparse])
+        largest, lacking, agreed = np.split(self._agreed("sparse", mine, ReduceOp.Max), [4, 8])
+        if np.any(largest + lacking != 255):
+            prefix = f"{self._plan.prefix}.replicas"
+            safety.warn_of_difference(self.named(), prefix, self._plan.process_set)
         for slot, is_sparse in zip(slots, agreed):
             slot.may_be_sparse = bool(is_sparse)
             if is_sparse:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import zlib
 from collections.abc import Sequence
 
@@ -17,6 +18,8 @@ from bagua.common.process_set import ProcessSet
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
+_SAMPLE = 64
+
 
 class ReplicasDifferError(BaguaError):
     """Weights that should be equal on all ranks are not."""
@@ -27,10 +30,39 @@ def check_replicas(named: Named, name: str, process_set: ProcessSet) -> None:
     mine = [_checksum(param) for _, param in named]
     if alike(zlib.crc32(np.array(mine, np.uint32).data), name, process_set):
         return
+    if text := _difference(named, mine, name, process_set):
+        raise ReplicasDifferError(
+            f"{text}. Something changes weights on some ranks only, or ranks began unequal: call "
+            "broadcast_parameters() after loading and seed what all must draw alike"
+        )
+
+
+def warn_of_difference(named: Named, name: str, process_set: ProcessSet) -> None:
+    """Ranks are about to exchange gradients for the first time, and their samples differ."""
+    text = _difference(named, [_checksum(param) for _, param in named], name, process_set)
+    if text and process_set.rank() == 0:
+        warnings.warn(
+            f"{text}. They share gradients from now on, but began unequal and stay so: call "
+            "broadcast_parameters(model.state_dict(), root_rank=0) after making or loading the "
+            "model",
+            stacklevel=3,
+        )
+
+
+def sample(named: Named) -> int:
+    """A checksum of the first few values of every parameter: what was drawn differs there."""
+    checksum = 0
+    for _, param in named:
+        checksum = _checksum(param.detach().flatten()[:_SAMPLE], checksum)
+    return checksum
+
+
+def _difference(named: Named, mine: list[int], name: str, process_set: ProcessSet) -> str:
+    """The first parameter that is not the same on all ranks, and on whom; empty if all are."""
     try:
         everyone = allgather_object(mine, f"{name}.each", process_set)
     except UsageError:
-        return  # a rank has joined, and looks no more
+        return ""  # a rank has joined, and looks no more
     for i, (param_name, _) in enumerate(named):
         ranks_of: dict[int, list[int]] = {}
         for rank, sums in zip(process_set.ranks, everyone):
@@ -38,12 +70,10 @@ def check_replicas(named: Named, name: str, process_set: ProcessSet) -> None:
         if len(ranks_of) > 1:
             parties = " and ".join(_ranks(ranks) for ranks in ranks_of.values())
             more = sum(len({sums[j] for sums in everyone}) > 1 for j in range(i + 1, len(named)))
-            raise ReplicasDifferError(
-                f"replicas differ: {param_name} is not the same on {parties}"
-                + (f", nor are {more} parameters after it" if more else "")
-                + ". Something changes weights on some ranks only, or ranks began unequal: call "
-                "broadcast_parameters() after loading and seed what all must draw alike"
-            )
+            are = "is 1 more" if more == 1 else f"are {more} more"
+            others = f", nor {are} after it" if more else ""
+            return f"replicas differ: {param_name} is not the same on {parties}{others}"
+    return ""
 
 
 def consensus_distance(named: Named, process_set: ProcessSet) -> float:
@@ -68,9 +98,9 @@ def alike(number: float, name: str, process_set: ProcessSet) -> bool:
     return bool(both[0] == -both[1])
 
 
-def _checksum(param: torch.Tensor) -> int:
+def _checksum(param: torch.Tensor, before: int = 0) -> int:
     values = param.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return zlib.crc32(values.numpy().data)
+    return zlib.crc32(values.numpy().data, before)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

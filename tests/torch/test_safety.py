@@ -47,6 +47,30 @@ def test_replicas_that_differ_are_named(everyone, hvd, setting):
         optimizer.step()
 
 
+@pytest.mark.parametrize("forgotten", [True, False])
+def test_who_forgets_to_broadcast_hears_of_it_once(everyone, hvd, forgotten):
+    torch.manual_seed(everyone.me)
+    model = nn.Sequential(nn.LayerNorm(30), nn.Linear(30, 4))
+    if not forgotten:
+        hvd.broadcast_parameters(model.state_dict(), 0)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 30)).sum().backward()
+            optimizer.step()
+    texts = [str(warning.message) for warning in caught]
+    if forgotten and everyone.size > 1 and everyone.me == 0:
+        (text,) = texts
+        assert "1.weight is not the same on rank 0 and rank 1" in text
+        assert "nor is 1 more after it" in text
+        assert "call broadcast_parameters(" in text
+    else:
+        assert not texts
+
+
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "decentralized"])
 def test_consensus_distance(everyone, hvd, algorithm):
     params = [
