@@ -49,7 +49,10 @@ class Compressed {
       const int from = group_.neighbor(-d);
       results[from] = receive(from, segments_[from], parts_[from].result);
     }
-    for (int d = 1; d <= n; ++d) offer(group_.neighbor(d));
+    // By turns, so that every slice's first segments are complete early: where a rank comes late,
+    // results of all slices flow while it still sends.
+    for (size_t number = 0; number < segments_[0].size(); ++number)
+      for (int d = 1; d <= n; ++d) offer(group_.neighbor(d), number);
     for (size_t number = 0; number < segments_[me].size(); ++number) {
       for (int d = 1; d < n; ++d) group_.wait(parts[group_.neighbor(-d)][number]);
       reduce(segments_[me][number]);
@@ -80,16 +83,16 @@ class Compressed {
     return tickets;
   }
 
-  // Encodes my part of rank i's slice and sends it.
-  void offer(int i) {
+  // Encodes a segment of my part of rank i's slice, and sends it.
+  void offer(int i, size_t number) {
+    if (number >= segments_[i].size()) return;
     const bool mine = i == group_.me();
-    for (const Stretch& segment : segments_[i]) {
-      if (job_.prepare) job_.prepare(segment.begin, segment.count);
-      const CodecTime time(group_);
-      char* wire = (mine ? parts_[i].taken : parts_[i].given) + segment.at;
-      encode(job_, data_, job_.kept[0], segment, wire);
-      if (!mine) sends_.add(group_.send(i, wire, static_cast<size_t>(segment.nbytes)));
-    }
+    const Stretch& segment = segments_[i][number];
+    if (job_.prepare) job_.prepare(segment.begin, segment.count);
+    const CodecTime time(group_);
+    char* wire = (mine ? parts_[i].taken : parts_[i].given) + segment.at;
+    encode(job_, data_, job_.kept[0], segment, wire);
+    if (!mine) sends_.add(group_.send(i, wire, static_cast<size_t>(segment.nbytes)));
   }
 
   // Everyone's part of my slice is here: adds up a segment of it and sends it.
