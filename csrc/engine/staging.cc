@@ -90,6 +90,9 @@ void Staging::begin(const std::vector<RequestPtr>& requests, Group& group, bool 
   size_t total = 0;
   for (const Need& need : needs) total += whole_lines(need.in_nbytes) * (in_place ? 1 : 2);
   char* room = room_for(total);
+  // The device brings nothing before it has taken what was here; nor may the host write before.
+  if (!brings || !in_place)
+    group.wait_until([&] { return device_.reached(memories_[turn_].given); });
   for (const RequestPtr& request : requests_)
     for (const Device::Mark& start : request->starts) device_.follow(brings ? in_ : out_, start);
   for (const Need& need : needs) {

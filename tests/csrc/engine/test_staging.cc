@@ -4,6 +4,9 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
+#include <thread>
 #include <vector>
 
 #include "common/clock.h"
@@ -50,6 +53,36 @@ TEST(Staging, ExchangesGoOnWithoutTheHostWaitingForTheDevice) {
     for (size_t i = 0; i < values.size(); ++i)
       EXPECT_EQ(program.read(world[rank], handles[i], values[i]),
                 line(values[i].size(), 2 * static_cast<float>(i), 2));
+  });
+}
+
+// Memory of the host that nothing is brought to is written again when what was in it has left, even
+// if that is behind a stream that lags.
+TEST(Staging, ResultsStayUntilALaggingStreamHasThem) {
+  PretendDevice device(kWorkUs);
+  LoopbackWorld world(2);
+  std::atomic<bool> go{false};
+  world.run([&](int rank) {
+    Program program(device);
+    std::vector<std::vector<float>> values(3, std::vector<float>(50'000));
+    std::vector<HandlePtr> handles;
+    if (rank == 1) program.hold(go);
+    for (size_t i = 0; i < values.size(); ++i) {
+      if (rank == 0) values[i] = line(values[i].size(), static_cast<float>(i), 1);
+      const RequestPtr request = request_of(OpKind::kBroadcast, "x" + std::to_string(i));
+      request->description.root = 0;
+      add_vector(*request, values[i]);
+      handles.push_back(world[rank].submit(program.on_device(request), Urgency::kNow));
+      finish(world[rank], handles.back());
+    }
+    if (rank == 0) {
+      std::this_thread::sleep_for(
+          std::chrono::milliseconds(20));  // the other one has the last, too
+      go = true;
+    }
+    for (size_t i = 0; i < values.size(); ++i)
+      EXPECT_EQ(program.read(world[rank], handles[i], values[i]),
+                line(values[i].size(), static_cast<float>(i), 1));
   });
 }
 
