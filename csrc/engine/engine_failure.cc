@@ -203,12 +203,13 @@ void Engine::poison(FailurePtr failure) {
 // Messages of a broken exchange may still be read or written by the transport, whenever anybody
 // lets MPI make progress. Nobody can say when they are done, so their memory is never freed.
 void Engine::let_go_of_exchange() {
-  if (nccl_) nccl_->abort();
+  const bool still = !nccl_ || nccl_->abort();
+  if (!still) keep_for_ever(std::move(nccl_));
   if (staging_) {
     staging_->settle();
     keep_for_ever(std::move(staging_));  // the device may still bring something
   }
-  if (transport_->abort()) return;
+  if (transport_->abort() && still) return;
   for (const RequestPtr& request : exchanging_) {
     keep_for_ever(request->keepalive);
     for (const Output& output : request->handle->outputs) keep_for_ever(output.data);

@@ -9,6 +9,7 @@
 
 #include "codec/gpu.h"
 #include "common/clock.h"
+#include "common/memory.h"
 #include "engine/nccl_coded.h"
 #include "engine/outcome.h"
 #include "engine/short_factor.h"
@@ -84,7 +85,8 @@ NcclExchange::~NcclExchange() {
   for (auto& group : ending_)
     while (!group->has_ended() && now_s() < until_s)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  abort();
+  if (!abort())
+    for (auto& memory : borrowed_) keep_for_ever(std::move(memory));
 }
 
 // Everybody tells what it has, and all come to the same conclusion.
@@ -231,17 +233,20 @@ void NcclExchange::check() {
     if (group) group->check();
 }
 
-void NcclExchange::abort() noexcept {
+bool NcclExchange::abort() noexcept {
   std::vector<NcclGroup*> all;
   for (auto& [set, group] : groups_)
     if (group) all.push_back(group.get());
   for (auto& group : ending_) all.push_back(group.get());
-  NcclGroup::abort(all);
+  if (!NcclGroup::abort(all)) return false;
   try {
-    if (device_) device_->drain(stream_);
+    if (device_) last_ = device_->mark(stream_);
   } catch (const std::exception&) {  // it is broken, and writes no more
+    return true;
   }
-  last_ = nullptr;
+  for (const double late_s = now_s() + kEndS; under_way() && now_s() < late_s;)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return !under_way();
 }
 
 void NcclExchange::forget(int32_t set) {

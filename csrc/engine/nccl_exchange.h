@@ -48,8 +48,9 @@ class NcclExchange {
   bool under_way() const noexcept;
   // Throws a PeerError if NCCL has noticed a failure.
   void check();
-  // Something broke: ends what is under way, whoever it waits for, and waits for that.
-  void abort() noexcept;
+  // Something broke: ends what is under way, whoever it waits for, and waits for that. False if it
+  // has not ended in seconds: then its memory, which is this object's, too, must stay.
+  bool abort() noexcept;
   // A process set is gone. What NCCL keeps for it goes when nothing is under way any more: as long
   // as some is left, tidy() should be called from time to time. It never waits.
   void forget(int32_t set);

@@ -1,7 +1,11 @@
 #include "transport/nccl.h"
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <system_error>
@@ -14,6 +18,7 @@
 namespace bagua {
 namespace {
 
+constexpr std::chrono::seconds kAbort{3};
 constexpr int kOnHost = 1;  // where a scalar is, which is read at once
 
 std::optional<NcclType> type_of(DType dtype) {
@@ -104,25 +109,37 @@ std::string NcclGroup::begun(const std::function<bool()>& pointless) {
 }
 
 // Each by a thread of its own: NCCL ends a communicator when its kernels have ended, and those may
-// be queued behind kernels of another one, which end when that is aborted.
-void NcclGroup::abort(const std::vector<NcclGroup*>& groups) {
-  std::vector<std::thread> threads;
+// be queued behind kernels of another one, which end when that is aborted. It also waits for
+// threads of its own, and for what else the device has to do: at times for ever.
+bool NcclGroup::abort(const std::vector<NcclGroup*>& groups) {
+  struct Left {
+    std::mutex mutex;
+    std::condition_variable changed;
+    int count = 0;
+  };
+  const auto left = std::make_shared<Left>();
   for (NcclGroup* group : groups) {
     auto* comm = std::exchange(group->comm_, nullptr);
     if (!comm) continue;
-    const auto end = [abort = group->library_.abort, comm] { abort(comm); };
+    const bool counts = !group->captured_;
+    const auto end = [left, counts, abort = group->library_.abort, comm] {
+      abort(comm);
+      std::lock_guard<std::mutex> lock(left->mutex);
+      if (counts) --left->count;
+      left->changed.notify_all();
+    };
+    {
+      std::lock_guard<std::mutex> lock(left->mutex);
+      if (counts) ++left->count;
+    }
     try {
-      std::thread thread(end);
-      if (group->captured_) {
-        thread.detach();
-      } else {
-        threads.push_back(std::move(thread));
-      }
+      std::thread(end).detach();
     } catch (const std::system_error&) {  // no more threads here
       end();
     }
   }
-  for (std::thread& thread : threads) thread.join();
+  std::unique_lock<std::mutex> lock(left->mutex);
+  return left->changed.wait_for(lock, kAbort, [&] { return left->count == 0; });
 }
 
 void NcclGroup::end() {

@@ -38,7 +38,8 @@ class NcclGroup {
   std::string begun(const std::function<bool()>& pointless);
   void abort() { abort({this}); }
   // Of all groups of a device at once: one after another they may wait for each other for ever.
-  static void abort(const std::vector<NcclGroup*>& groups);
+  // False if some have not ended in seconds; nothing waits for them any longer.
+  static bool abort(const std::vector<NcclGroup*>& groups);
   // Nothing comes any more: what NCCL's own threads still have to send, they do; true when they
   // have, or cannot.
   void end();

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -132,6 +133,8 @@ class FakeNccl {
     together_ = count;
   }
   static bool aborted_together() { return !lonely_; }
+  // Whether aborts end what is under way and then hang.
+  static void hang_aborts(bool hang) { hang_ = hang; }
   // On this rank, or on none, a communicator does not come about, and says so at once, when asked,
   // or never. Those of the others wait for it until they are aborted.
   enum class Says { kAtOnce, kLater, kNever };
@@ -191,6 +194,7 @@ class FakeNccl {
     bool together = all_begun();
     for (; !together && now_s() < late_s; together = all_begun()) std::this_thread::yield();
     if (!together) lonely_ = true;
+    while (hang_) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     return NcclResult::kSuccess;
   }
 
@@ -340,7 +344,7 @@ class FakeNccl {
   // By stream; aborting_mutex_. Never freed: an abort may still be under way when the process ends.
   static inline auto& aborting_ = *new std::map<void*, int>;
   static inline std::atomic<NcclResult> fails_{NcclResult::kSuccess};
-  static inline std::atomic<bool> lonely_{false}, held_{false};
+  static inline std::atomic<bool> lonely_{false}, held_{false}, hang_{false};
   static inline std::atomic<Says> says_{Says::kAtOnce};
   static inline std::atomic<int> broken_{-1};
   static inline thread_local int depth_ = 0;

@@ -116,6 +116,28 @@ TEST(NcclFailure, CommunicatorsAreAbortedAtOnce) {
   }
 }
 
+// It is known to, where it waits for its own threads or for another library's kernels.
+TEST(NcclFailure, AnAbortThatHangsKeepsNobodyWaiting) {
+  FakeNccl::hang_aborts(true);
+  {
+    GpuWorld world(2);
+    world.run([&](int, Gpu& gpu, Engine& engine) {
+      std::vector<float> values(1000);
+      gpu.compute(values, 1);
+      gpu.exchange(engine, allreduce_of("x", values), values);
+    });
+    FakeNccl::fail_next();
+    world.run([&](int, Gpu& gpu, Engine& engine) {
+      std::vector<float> values(1000);
+      const std::string text = error_of<PeerError>([&] {
+        for (;;) call(engine, gpu.on_device(allreduce_of("x", values)));
+      });
+      EXPECT_CONTAINS(text, "a fake error");
+    });
+  }
+  FakeNccl::hang_aborts(false);
+}
+
 // It calls a dead peer and a broken network by several names; alone there is nobody to blame.
 TEST(NcclFailure, WhatNcclSaysOfOthersIsAPeerError) {
   const auto cuda_error = static_cast<NcclResult>(1);
