@@ -18,9 +18,9 @@ from bagua.torch.own import is_own_of_mean
 
 
 def check_algorithm(
-    algorithm: Algorithm, of_gradients: dict[str, Any], process_set: ProcessSet
+    algorithm: Algorithm, steps: int, of_gradients: dict[str, Any], process_set: ProcessSet
 ) -> None:
-    """Ranks that communicate in different ways must hear so by name."""
+    """Ranks that communicate in other ways, or from another step on, must hear so by name."""
     compression, op = of_gradients["compression"], of_gradients["op"]
     compresses = compression.custom or compression.wire_dtype is not None
     plain = algorithm.codec == "raw" and not algorithm.low_rank
@@ -31,12 +31,18 @@ def check_algorithm(
     averages = algorithm.what != "grad" or algorithm.low_rank or algorithm.momentum_correction
     if averages and op not in (None, ReduceOp.Average):
         raise UsageError(f"{algorithm!r} averages; leave op={op.name} out")
-    everyone = allgather_object(repr(algorithm), process_set=process_set)
-    for rank, theirs in zip(process_set.ranks, everyone):
-        if theirs != everyone[0]:
+    everyone = allgather_object((repr(algorithm), steps), process_set=process_set)
+    first, first_steps = everyone[0]
+    for rank, (theirs, their_steps) in zip(process_set.ranks, everyone):
+        if theirs != first:
             raise UsageError(
-                f"algorithms differ between ranks: {everyone[0]} on rank {process_set.ranks[0]}, "
+                f"algorithms differ between ranks: {first} on rank {process_set.ranks[0]}, "
                 f"{theirs} on rank {rank}"
+            )
+        if their_steps != first_steps:
+            raise UsageError(
+                f"ranks change to {first} at different steps: after {first_steps} with the one "
+                f"before on rank {process_set.ranks[0]}, after {their_steps} on rank {rank}"
             )
 
 

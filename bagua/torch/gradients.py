@@ -32,7 +32,7 @@ from bagua.torch.grouping import Grouping
 from bagua.torch.layout import Layout
 from bagua.torch.loose import Loose
 from bagua.torch.own import is_own
-from bagua.torch.safety import NonFinite
+from bagua.torch.safety import NonFinite, first_not_finite
 
 _optimizer_numbers = itertools.count()
 # Who has begun to exchange in which backward pass.
@@ -250,12 +250,22 @@ class Gradients:
         self._tell(found)
 
     def _not_finite(self) -> str:
-        """What any rank has found, in what does not travel, too: a step is for all parameters."""
+        """What any rank has found, in what does not travel, too: a step is for all parameters.
+
+        Where all have given numbers, what they got is looked at, which is the same on all.
+        """
         if self._watch is None:
             return ""
         own = [(self.layout.name_of(p), p) for p in self.layout.params if is_own(p)]
         self._watch.look("own", own)
-        return self._watch.agreed()
+        if found := self._watch.agreed():
+            return found
+        name = first_not_finite(self.layout.named())
+        if not name:
+            return ""
+        places = {slot.name: bucket.name for bucket in self.layout.buckets for slot in bucket.slots}
+        where = f"{name} ({places.get(name, 'alone')})"
+        return f"{where} after the exchange, though not before: the sum or its codec has overflowed"
 
     def _tell(self, found: str) -> None:
         """Which gradients were no numbers; the same on all ranks."""

@@ -262,7 +262,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 )
             found = replace(found, warmup_steps=warmup)
         fold_of(self.inner, found)  # is an error now and not after a warm-up
-        check_algorithm(found, self._of_gradients, self._process_set)
+        # In the background every rank goes at its own pace.
+        in_step = self._step > 0 and self._algorithm.when != "background"
+        steps = self._step - self._since if in_step else 0
+        check_algorithm(found, steps, self._of_gradients, self._process_set)
         names = checked_names(self.inner, self._named)
         op: Any = self._of_gradients["op"]
         check_own([(name, param) for param, name in names.items()], found, op, self._process_set)

@@ -548,6 +548,20 @@ def test_ranks_change_to_the_same(everyone, hvd):
         optimizer.set_algorithm("decentralised")
 
 
+def test_ranks_change_at_the_same_step(everyone, hvd):
+    replica = Replica(everyone.me, "sgd")
+    optimizer = hvd.DistributedOptimizer(replica.optimizer, algorithm=LocalSGD(every=4))
+    for step in range(1 + everyone.me % 2):
+        optimizer.zero_grad()
+        replica.backward(step)
+        optimizer.step()
+    if everyone.size > 1:
+        words = "at different steps: after 1 with the one before on rank 0, after 2 on rank 1"
+        with pytest.raises(hvd.UsageError, match=words):
+            optimizer.set_algorithm("diloco")
+        assert optimizer.algorithm == LocalSGD(every=4)
+
+
 def test_weights_changed_while_they_travel(everyone, hvd):
     replica = Replica(everyone.me, "sgd")
     optimizer = hvd.DistributedOptimizer(replica.optimizer, algorithm="decentralized")

@@ -124,6 +124,34 @@ def test_what_is_no_number_is_named_and_skipped(everyone, hvd, setting, monkeypa
     assert (params[1] == -2).all()
 
 
+@pytest.mark.parametrize("wish", ["skip", "report"])
+@pytest.mark.parametrize("codec", ["fp16", "raw"])
+def test_what_overflows_in_the_exchange_is_told_too(everyone, hvd, setting, wish, codec):
+    setting(check_finite=wish)
+    too_large = 1e5 if codec == "fp16" else 3e38
+    param = nn.Parameter(torch.zeros(10, 10))
+    sgd = torch.optim.SGD([param], lr=1.0)
+    op = hvd.Sum if codec == "raw" else hvd.Average
+    optimizer = hvd.DistributedOptimizer(sgd, op=op, algorithm=Algorithm(codec=codec))
+    for step in range(3):
+        optimizer.zero_grad()
+        with warnings.catch_warnings(record=True) as w:
+            warnings.simplefilter("always")
+            (param.sum() * (too_large if step == 1 else 0.0)).backward()
+        words = [str(warning.message) for warning in w if "NaN or Inf" in str(warning.message)]
+        overflows = everyone.size > 1 and step == 1
+        assert param.grad.isinf().all() == overflows
+        assert bool(words) == (overflows and everyone.me == 0)
+        if words:
+            assert "parameter.0 (" in words[0]
+            assert "after the exchange, though not before" in words[0]
+            assert ("skipped on all ranks" in words[0]) == (wish == "skip")
+        optimizer.step()
+    skipped = everyone.size > 1 and wish == "skip"
+    expected = 0.0 if skipped else -too_large if everyone.size == 1 else -torch.inf
+    assert (param == expected).all()
+
+
 def test_gradients_that_travel_alone_are_looked_at(everyone, hvd, setting):
     setting(check_finite="skip")
     table = nn.Embedding(10, 4, sparse=True)
