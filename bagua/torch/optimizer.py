@@ -323,12 +323,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Gradients that all share have overflown on all ranks. Where they have not been shared, the
         others would wait for a rank that does not step.
         """
-        return isinstance(self._driver, BetweenSteps)
+        return isinstance(self._driver, BetweenSteps) or self._algorithm.what == "momentum"
 
     _step_supports_amp_scaling = unscales  # as a GradScaler asks for it
 
     def unscaled(self, told: torch.optim.Optimizer, alone: bool = False) -> bool:
         """Whether gradients can be used, after a GradScaler that told this object about them."""
+        if self._algorithm.what == "momentum" and getattr(told, "found_inf", None) is not None:
+            raise UsageError(
+                f"{self._algorithm!r} mixes gradients with momentum before a GradScaler could "
+                "unscale them: train in bfloat16 or float32, without it"
+            )
         params = (param for group in self.param_groups for param in group["params"])
         return self._scaling.unscaled(told, params, self._step, alone)
 

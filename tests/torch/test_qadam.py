@@ -249,3 +249,16 @@ def test_one_rank_loads_in_the_warm_up_s_wake(everyone, hvd):
         step(second, optimizer, number)
     for theirs in hvd.allgather_object(second):
         assert torch.equal(theirs[0], second[0])
+
+
+@pytest.mark.parametrize("unscaled_before", [True, False])
+def test_a_grad_scaler_is_refused_before_it_does_harm(everyone, hvd, unscaled_before):
+    param = nn.Parameter(torch.ones(30, 30))
+    optimizer = hvd.DistributedOptimizer(hvd.QAdam([param], warmup_steps=2), algorithm="qadam")
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(param.sum()).backward()
+    if unscaled_before:
+        scaler.unscale_(optimizer)
+    with pytest.raises(hvd.UsageError, match="momentum before a GradScaler could"):
+        scaler.step(optimizer)
+    assert (param == 1).all()
