@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,32 @@ from bagua.torch_api.own_tensors import mark_own_buffers
 from bagua.torch_api.training import Training, training_of
 from bagua.torch_api.with_bagua import with_bagua
 
+# Arguments of newer versions of torch's: about how torch exchanges, and those that do more.
+_WITHOUT_EFFECT = ("skip_all_reduce_unused_params", "bucket_cap_mb_list", "batched_grad_copy")
+_REFUSED = {
+    "delay_all_reduce_named_params": "give such parameters an optimizer of their own",
+    "param_to_hook_all_reduce": "give such parameters an optimizer of their own",
+    "mixed_precision": "use torch.autocast",
+    "device_mesh": "pass process_group=new_group(ranks)",
+    "forward_sync_buffers": "say broadcast_buffers",
+}
+
+
+def _check_rest(arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name in _REFUSED and value is not None:
+            raise UsageError(f"{name} is torch's own: leave it out, and {_REFUSED[name]}")
+        if name not in (*_REFUSED, *_WITHOUT_EFFECT):
+            raise TypeError(f"DistributedDataParallel has no argument {name!r}")
+
 
 class DistributedDataParallel(torch.nn.Module):
     """A module around `module`, which trains as under `module.with_bagua(optimizers, algorithm)`.
 
     Parameters that get no gradient are no trouble, so `find_unused_parameters` and `static_graph`
     have nothing to do. Nor have `bucket_cap_mb` (see the setting `bucket_mb`), `init_sync` (ranks
-    begin equal in any case) and the others that are about how torch exchanges.
+    begin equal in any case) and the others that are about how torch exchanges. What torch has for
+    itself alone, a mixed precision, a mesh of devices, hooks of one parameter, is refused.
 
     Args:
         module: the module to train.
@@ -52,8 +71,10 @@ class DistributedDataParallel(torch.nn.Module):
         *,
         init_sync: bool = True,
         static_graph: bool = False,
+        **of_torch: Any,
     ) -> None:
         super().__init__()
+        _check_rest(of_torch)
         if device_ids is not None and len(device_ids) > 1:
             raise UsageError(f"a rank has one device, not {len(device_ids)}: {device_ids}")
         if not any(param.requires_grad for param in module.parameters()):

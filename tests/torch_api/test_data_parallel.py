@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from bagua.common.errors import UsageError
+
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
 
@@ -46,6 +48,19 @@ def test_its_arguments_come_in_torchs_order(bagua, ddp):
     assert ours[:5] == theirs[:5]
     assert set(theirs[5:12]) - {"init_sync"} <= set(ours)
     assert {"optimizers", "algorithm", "static_graph"} <= set(ours)
+
+
+def test_every_argument_of_torchs_is_known(everyone, bagua, ddp):
+    """With its default it may be given to either; what only torch can do is refused by name."""
+    for name, parameter in inspect.signature(
+        nn.parallel.DistributedDataParallel
+    ).parameters.items():
+        if name != "module":
+            ddp(line(everyone), **{name: parameter.default})
+    with pytest.raises(UsageError, match="mixed_precision is torch's own: leave it out"):
+        ddp(line(everyone), mixed_precision=object())
+    with pytest.raises(TypeError, match="no argument 'algoritm'"):
+        ddp(line(everyone), algoritm="bytegrad")
 
 
 def test_device_ids_do_not_drop_the_algorithm(everyone, bagua, ddp):
