@@ -5,9 +5,10 @@
 Hosts are network namespaces (hosts.py) of one rank each; the model is the MLP of 40 MB, batch 64.
 Every system has a model of its own and takes turns of a few steps, in every round of one run. Some
 exchange in some steps only, or whenever there is time: their turns are longer, a multiple of their
-period, and count as a whole. A step's cost is that of the slowest rank, its bytes are those that
-the busiest host's interface sent, and codec is what of it the busiest rank spent on encoding and
-decoding: where links are fast, no algorithm should be slower than `gradient_allreduce` by more.
+period, and count as a whole; beside it is the median of their single steps. A step's cost is that
+of the slowest rank, its bytes are those that the busiest host's interface sent, and codec is what
+of it the busiest rank spent on encoding and decoding: where links are fast, no algorithm should be
+slower than `gradient_allreduce` by more.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ PEERS = ("gloo", "horovod")  # those of fp32 that algorithms are compared with
 
 @dataclass
 class Figure:
-    step_s: float
+    step_s: float  # all steps of a turn count, where some exchange and some do not
+    median_s: float  # of single steps
     sent_nbytes: float  # a step, by a host
     codec_s: float  # a step, by a rank
 
@@ -60,6 +62,7 @@ class Turns:
         self._model, self._optimizer = system.trainer(mlp())
         self._inputs = inputs
         self._times: list[float] = []
+        self._steps: list[float] = []
         self._sent: list[float] = []
         self._coded: list[float] = []
         every = algorithm.every if algorithm else 1
@@ -85,6 +88,7 @@ class Turns:
             times.append(time.perf_counter() - start)
         _wait_for_silence()
         if counts:
+            self._steps += times
             self._times += [statistics.fmean(times)] if self._steps_differ else times
             self._sent.append((sent_nbytes() - before) / self._turn)
             self._coded.append((_codec_s() - coded_before) / self._turn)
@@ -97,7 +101,7 @@ class Turns:
         if hasattr(self._optimizer, "settle"):
             self._optimizer.settle()
         means = map(statistics.fmean, (self._sent, self._coded))
-        return Figure(statistics.median(self._times), *means)
+        return Figure(*map(statistics.median, (self._times, self._steps)), *means)
 
 
 def _codec_s() -> float:
@@ -155,10 +159,11 @@ def table(figures: dict[str, Figure]) -> str:
     best = min((name for name in PEERS if name in figures), key=lambda name: adds[name])
     width = max(map(len, figures)) + 2
     lines = [
-        f"{'system':<{width}}{'step':>11}{'adds':>12}{'sent':>12}{'codec':>11}   less than {best}"
+        f"{'system':<{width}}{'step':>11}{'median':>11}{'adds':>12}{'sent':>12}{'codec':>11}"
+        f"   less than {best}"
     ]
     for name, figure in figures.items():
-        line = f"{name:<{width}}{figure.step_s * 1e3:>8.1f} ms"
+        line = f"{name:<{width}}{figure.step_s * 1e3:>8.1f} ms{figure.median_s * 1e3:>8.1f} ms"
         if name in adds:
             less = f"{adds[best] / adds[name]:.2f} x" if adds[name] > 0 else "lost in noise"
             line += f"{adds[name] * 1e3:>9.1f} ms{figure.sent_nbytes / 1e6:>9.2f} MB"
