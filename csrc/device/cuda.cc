@@ -19,11 +19,20 @@ void check(cudaError_t status, const char* what) {
   throw InternalError(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
+// While it lasts, a capture elsewhere is none of the calling thread's business.
+class NoCapture {
+ public:
+  NoCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~NoCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // Makes a device the calling thread's for a while.
 class Current {
  public:
   explicit Current(int number) {
-    cudaThreadExchangeStreamCaptureMode(&mode_);  // a capture elsewhere is none of our business
     check(cudaGetDevice(&before_), "cudaGetDevice");
     changed_ = before_ != number;
     if (changed_) check(cudaSetDevice(number), "cudaSetDevice");
@@ -31,7 +40,6 @@ class Current {
   // Going back to a device that nobody uses would take some of its memory.
   ~Current() {
     if (changed_ && in_use(before_)) cudaSetDevice(before_);
-    cudaThreadExchangeStreamCaptureMode(&mode_);
   }
 
  private:
@@ -54,7 +62,7 @@ class Current {
     return status == cudaSuccess ? function : nullptr;
   }
 
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+  const NoCapture no_capture_;
   int before_ = 0;
   bool changed_ = false;
 };

@@ -298,6 +298,8 @@ def test_check_build_is_a_checklist():
         assert "[X] mpi" in out
     else:
         assert "pip install ." in out
+    if "[X] CUDA" in out and not Path("/proc/driver/nvidia/version").exists():
+        assert "[ ] GPU: no cuda device: " in out
 
 
 def test_a_closed_output_ends_the_job():
