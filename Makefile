@@ -27,7 +27,7 @@ ifneq ($(words $(CURDIR)),1)
 $(error the path of this clone, $(CURDIR), has a space, which MPI's compiler wrapper cannot cope with; move it)
 endif
 
-.PHONY: help dev demo test test-csrc test-python test-arm test-gpu sanitize-gpu test-mpi test-pretended test-parallel lint format sanitize bench clean googletest
+.PHONY: help dev demo test test-csrc test-python test-arm test-gpu sanitize-gpu test-mpi test-hosts test-pretended test-parallel lint format sanitize bench clean googletest
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -65,6 +65,11 @@ test-pretended: dev ## tests of the frontend whose tensors are taken for those o
 # All but what rests on ranks sharing a machine: those that share no memory count as a machine each.
 test-mpi: dev ## tests of the frontend whose ranks exchange everything by messages
 	@BAGUA_TRANSPORT=mpi $(BIN)/python -m pytest tests/torch -k 'np3 and not on_one_machine'
+
+# All but what rests on a single machine: what is exact there, and large gradients, which are not
+# exchanged where they are if ranks must show them to each other.
+test-hosts: dev ## tests of the frontend whose ranks are on two hosts, which are network namespaces; needs root
+	@$(BIN)/python -m pytest tests/torch --hosts 2 -k '(np2+1 or np2+2) and not one_machine and not late_contribution_elsewhere'
 
 test-gpu: dev ## tests on a GPU, by one rank and by two that share it, without NCCL and with it; skipped where there is none
 	@[ -z "$(DRIVER)" ] || $(BIN)/python $(FOR_GPUS) || {

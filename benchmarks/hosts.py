@@ -13,11 +13,12 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,8 +78,11 @@ class Hosts:
         ]
 
     @contextlib.contextmanager
-    def mpirun(self, ranks: int) -> Iterator[list[str]]:
-        """The beginning of a command that starts so many ranks on every host."""
+    def mpirun(self, ranks: int | Sequence[int]) -> Iterator[list[str]]:
+        """The beginning of a command that starts so many ranks on every host, or on each."""
+        of_host = [ranks] * self.count if isinstance(ranks, int) else list(ranks)
+        if len(of_host) != self.count:
+            raise ValueError(f"numbers of ranks for {len(of_host)} hosts: there are {self.count}")
         with tempfile.TemporaryDirectory() as folder:
             agent = Path(folder, "agent")
             cases = "".join(
@@ -87,7 +91,7 @@ class Hosts:
             )
             agent.write_text(f'#!/bin/sh\nhost=$1; shift\ncase "$host" in\n{cases}esac\nexit 1\n')
             agent.chmod(agent.stat().st_mode | stat.S_IXUSR)
-            where = ",".join(f"{self.address(n)}:{ranks}" for n in range(self.count))
+            where = ",".join(f"{self.address(n)}:{many}" for n, many in enumerate(of_host))
             beside = Path(sys.executable).parent  # where the mpirun of this Python lies
             yield [
                 *self.inside(0),
@@ -96,8 +100,33 @@ class Hosts:
                 *("--prtemca", "plm_ssh_agent", str(agent), "--host", where),
                 *("--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp"),
                 *("--mca", "btl_tcp_if_include", f"{_SUBNET}.0/24"),
-                *("-n", str(ranks * self.count)),
+                *("-n", str(sum(of_host))),
             ]
+
+
+def missing() -> str:
+    """Why this machine cannot have hosts; empty if it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    for tool in ("ip", "tc", "unshare"):
+        if shutil.which(tool) is None:
+            return f"network namespaces need `{tool}`, which is missing"
+    name = f"bg{os.getpid() % 10000}probe"
+    commands = [
+        f"ip netns add {name}",
+        f"ip -n {name} link add bridge type bridge",
+        f"ip -n {name} link add eth0 type veth peer name port0",
+        f"tc -n {name} qdisc add dev eth0 root tbf rate 1gbit burst 256kb latency 50ms",
+        f"ip netns exec {name} unshare --uts hostname {name}",
+    ]
+    try:
+        for command in commands:
+            done = subprocess.run(shlex.split(command), capture_output=True, text=True)
+            if done.returncode != 0:
+                return f"no network namespaces here: `{command}`: {done.stderr.strip()}"
+    finally:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    return ""
 
 
 def sent_nbytes() -> int:

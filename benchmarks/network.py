@@ -23,10 +23,15 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Callable
 
 from benchmarks.hosts import Hosts, Link
 from benchmarks.plots import FOLDER
+
+if TYPE_CHECKING:
+    import torch
 
 COLLECTIVES = ("auto", "hierarchical", "scatter_reduce", "ring", "halving", "gather_reduce")
 SIZES = (4, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
@@ -57,6 +62,20 @@ def flat_ring(nbytes: int, hosts: int, ranks: int) -> float:
     return least(nbytes, hosts * ranks) if hosts > 1 else 0.0
 
 
+def verify(
+    allreduce: Callable[[torch.Tensor], object], tensor: torch.Tensor, rank: int, ranks: int
+) -> None:
+    """Raises if the sum of numbers that differ by place and by rank is wrong; leaves zeros."""
+    import torch
+
+    places = torch.arange(tensor.numel(), dtype=torch.float32) % 1009  # all sums are exact
+    allreduce(tensor.copy_(places).add_(rank))
+    wrong = int((tensor != ranks * places + ranks * (ranks - 1) // 2).sum())
+    if wrong:
+        raise RuntimeError(f"rank {rank}: {wrong} of {tensor.numel()} sums are wrong")
+    tensor.zero_()  # what is summed again and again stays finite
+
+
 def measure(collective: str, sizes: list[int]) -> dict[str, Figure]:
     """On every rank."""
     import torch
@@ -71,7 +90,9 @@ def measure(collective: str, sizes: list[int]) -> dict[str, Figure]:
     for nbytes in sizes:
         if collective == "gather_reduce" and nbytes > LARGEST_GATHER:
             continue
-        tensor = bagua.torch.empty_shared(nbytes // 4).zero_()
+        tensor = bagua.torch.empty_shared(nbytes // 4)
+        allreduce_ = partial(bagua.torch.allreduce_, name=f"t{nbytes}", op=bagua.torch.Sum)
+        verify(allreduce_, tensor, comm.rank, comm.size)
         times = []
         before = Link.now()
         rounds = 40 if nbytes <= 64 << 10 else 5
@@ -81,7 +102,7 @@ def measure(collective: str, sizes: list[int]) -> dict[str, Figure]:
                 before = Link.now()
                 comm.Barrier()  # it takes a while to ask
             start = time.perf_counter()
-            bagua.torch.allreduce_(tensor, name=f"t{nbytes}", op=bagua.torch.Sum)
+            allreduce_(tensor)
             times.append(time.perf_counter() - start)
         comm.Barrier()
         sent = (Link.now().sent_nbytes - before.sent_nbytes) / rounds

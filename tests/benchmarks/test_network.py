@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from benchmarks.network import Figure, flat_ring, least, report
+from benchmarks.network import Figure, flat_ring, least, report, verify
 
 
 def sent_over_ring(nbytes: int, hosts: int, ranks: int) -> float:
@@ -35,3 +36,16 @@ def test_a_report_tells_bytes_and_the_busy_share():
     assert "must send 1.00 MB, in 100.00 ms; a flat ring of 4 ranks: 1.50 MB" in lines[0]
     told = "200.00 ms 1.50 MB 1.50 x the least 75.0% busy"
     assert lines[1].split() == ["ring", *told.split()]
+
+
+def test_a_wrong_sum_is_no_figure():
+    def as_of_three(tensor: torch.Tensor) -> None:
+        tensor.mul_(3).add_(1 + 2)  # of rank 0, and what ranks 1 and 2 have more than it
+
+    tensor = torch.empty(3000)
+    verify(as_of_three, tensor, 0, 3)
+    assert not tensor.any()
+    with pytest.raises(RuntimeError, match="rank 0: 3000 of 3000 sums are wrong"):
+        verify(lambda tensor: None, tensor, 0, 3)
+    with pytest.raises(RuntimeError, match="1 of 3000"):
+        verify(lambda tensor: (as_of_three(tensor), tensor[7].add_(1)), tensor, 0, 3)

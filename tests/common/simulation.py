@@ -41,13 +41,14 @@ class Simulation:
         if exchange.codec in ("sign1", "topk") or exchange.error_feedback:
             self.residuals = np.zeros((n + 1, count), np.float32)
 
-    def mean(self, values: np.ndarray) -> np.ndarray:
-        """Of one row per rank."""
+    def mean(self, values: np.ndarray, ranks: int = 0) -> np.ndarray:
+        """Of one row per rank; or of so many ranks, where a row is the sum of a host's."""
+        divisor = np.float32(ranks or self.n)
         if self.n == 1:
             return values[0]
         if self.sparse:
             said = [travel(self.coding, values[r], self.residuals[r]) for r in range(self.n)]
-            return sum(said, np.zeros_like(values[0])) / np.float32(self.n)
+            return sum(said, np.zeros_like(values[0])) / divisor
         result, begin = np.empty_like(values[0]), 0
         for end in self.ends:
             place = slice(begin, end)
@@ -55,6 +56,6 @@ class Simulation:
             total = np.zeros(end - begin, np.float32)
             for rank in range(self.n):
                 total += travel(self.coding, values[rank][place], lost[rank])
-            result[place] = travel(self.coding, total / np.float32(self.n), lost[self.n])
+            result[place] = travel(self.coding, total / divisor, lost[self.n])
             begin = end
         return result

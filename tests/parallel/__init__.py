@@ -5,6 +5,9 @@ torch costs seconds, so mpirun is not started per test but per number of ranks: 
 tests of that number, and its ranks write their reports to files that the main pytest reads as they
 appear. A test that hangs or crashes ends its job; the tests after it get a new one.
 
+A tuple, as in `ranks((2, 1))`, is a number of ranks for each of several hosts, which are network
+namespaces (benchmarks/hosts.py); `--hosts=2` deals the ranks of all other tests out among two.
+
 - plugin.py   the main process: marker, order, one result out of all ranks' reports
 - job.py      the job as the main process sees it: start, wait, stacks of a hang, kill
 - worker.py   the job as each of its ranks sees it: run, report, meet the others

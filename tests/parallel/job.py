@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from .processes import MpiProcesses, kill, mpirun_command
+from .processes import Layout, MpiProcesses, count, kill, world_command
 
 DIRECTORY = "PYTEST_RANKS_DIRECTORY"  # set in the ranks of a job
 START_TIMEOUT_S = 120  # from mpirun to all items collected, in a program that imports torch
@@ -29,9 +30,11 @@ class ItemResult:
 
 
 class Job:
-    def __init__(self, config: pytest.Config, n: int, items: list[tuple[str, float]]) -> None:
+    def __init__(
+        self, config: pytest.Config, layout: Layout, items: list[tuple[str, float]]
+    ) -> None:
         """`items` are node ids and their timeouts, in the order in which they will be asked for."""
-        self.config, self.n = config, n
+        self.config, self.layout, self.n = config, layout, count(layout)
         self.nodeids = [nodeid for nodeid, _ in items]
         self.timeouts = [timeout_s for _, timeout_s in items]
         self.scratch = tempfile.TemporaryDirectory(prefix="pytest-ranks-")
@@ -39,9 +42,11 @@ class Job:
         (self.directory / "items.json").write_text(json.dumps(items))
         self.output = self.directory / "output"
         self.ready = False
+        self.world = contextlib.ExitStack()
+        command = self.world.enter_context(world_command(layout))
         with self.output.open("wb") as output:
             self.processes = MpiProcesses.start(
-                mpirun_command(n) + self.pytest_command(),
+                command + self.pytest_command(),
                 None if config.getoption("rank_output") else output,
                 {DIRECTORY: str(self.directory)},
             )
@@ -55,6 +60,7 @@ class Job:
             "--no-summary",
             f"--tb={self.config.getoption('tbstyle')}",
         ]
+        command += [f"--hosts={self.config.getoption('hosts')}"]
         command += ["-p", "no:cacheprovider", "-o", "timeout=0"]
         command += ["--capture=no"] if self.config.getoption("rank_output") else []
         files = [str(self.config.rootpath / nodeid.split("::")[0]) for nodeid in self.nodeids]
@@ -159,4 +165,5 @@ class Job:
 
     def close(self) -> None:
         self.stop()
+        self.world.close()
         self.scratch.cleanup()

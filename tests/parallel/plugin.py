@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from _pytest._code.code import TerminalRepr  # the type of a traceback that can print itself
 
 from .job import DIRECTORY, ItemResult, Job
-from .processes import make_run_ranks
+from .processes import Layout, count, make_run_ranks, name_of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,12 +21,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--rank-timeout", type=float, default=60, help="seconds for one test over ranks"
     )
+    group.addoption("--hosts", type=int, default=1, help="among which ranks are dealt out")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "ranks(*counts, timeout_s=60): run the test on each of these numbers of MPI ranks",
+        "ranks(*counts, timeout_s=60): run the test on each of these numbers of MPI ranks; a tuple "
+        "has those of several hosts, which are network namespaces",
     )
     if directory := os.environ.get(DIRECTORY):
         from .worker import Worker
@@ -36,65 +40,95 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if mark := metafunc.definition.get_closest_marker("ranks"):
-        if not mark.args or not all(isinstance(n, int) and n > 0 for n in mark.args):
+        if not mark.args or not all(map(is_layout, mark.args)):
             raise pytest.UsageError(
-                f"ranks{mark.args}: give the numbers of ranks, as in ranks(1, 2)"
+                f"ranks{mark.args}: give the numbers of ranks, as in ranks(1, 2), or those of each "
+                "host, as in ranks((2, 1))"
             )
         if "ranks" not in metafunc.fixturenames:
             metafunc.fixturenames.append("ranks")
-        metafunc.parametrize("ranks", mark.args, ids=[f"np{n}" for n in mark.args])
+        layouts = [spread(n, metafunc.config.getoption("hosts")) for n in mark.args]
+        metafunc.parametrize("ranks", layouts, ids=map(name_of, layouts))
+
+
+def spread(layout: Layout, hosts: int) -> Layout:
+    """A number of ranks over so many hosts, if there are enough for all."""
+    if hosts == 1 or not isinstance(layout, int) or layout < hosts:
+        return layout
+    return tuple((layout + host) // hosts for host in reversed(range(hosts)))
+
+
+def is_layout(given: object) -> bool:
+    """A number of ranks, or one for each host."""
+    numbers = given if isinstance(given, tuple) and given else (given,)
+    return all(isinstance(n, int) and n > 0 for n in numbers)
 
 
 @pytest.fixture
 def run_ranks(tmp_path: Path):
-    """run_ranks(n, source_or_path, *args, timeout_s=60, fault_tolerant=False, env=None)
+    """run_ranks(layout, source_or_path, *args, timeout_s=60, fault_tolerant=False, env=None)
 
     For tests that themselves start a program under mpirun, to kill or stop some of its ranks.
     """
     return make_run_ranks(tmp_path)
 
 
-def count_of(item: pytest.Item) -> int:
-    """How many ranks the item runs on; 0 for one that runs in this process."""
+def layout_of(item: pytest.Item) -> Layout:
+    """The ranks that the item runs on; 0 for one that runs in this process."""
     return item.callspec.params["ranks"] if item.get_closest_marker("ranks") else 0  # type: ignore
 
 
+def order_of(item: pytest.Item) -> tuple[int, tuple[int, ...]]:
+    layout = layout_of(item)
+    return count(layout), () if isinstance(layout, int) else layout
+
+
 class Jobs:
-    """Runs the marked items. They are sorted by number of ranks, so one job at a time is alive."""
+    """Runs the marked items. They are sorted by ranks, so one job at a time is alive."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.job: Job | None = None
-        self.unusable: dict[int, str] = {}  # number of ranks: why no job of it gets ready
+        self.unusable: dict[Layout, str] = {}  # ranks: why no job of them gets ready
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items.sort(key=count_of)
+        items.sort(key=order_of)
+        on_hosts = [item for item in items if isinstance(layout_of(item), tuple)]
+        if on_hosts and (reason := missing_for_hosts()):
+            for item in on_hosts:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        n = count_of(item)
-        if n == 0:
+        layout = layout_of(item)
+        if layout == 0 or (isinstance(layout, tuple) and missing_for_hosts()):
             return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in merged(item, n, self.result(item, n)):
+        for report in merged(item, count(layout), self.result(item, layout)):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
 
-    def result(self, item: pytest.Item, n: int) -> ItemResult:
-        if n in self.unusable:
-            return ItemResult({}, self.unusable[n])
+    def result(self, item: pytest.Item, layout: Layout) -> ItemResult:
+        if layout in self.unusable:
+            return ItemResult({}, self.unusable[layout])
         if self.job is None or self.job.over or item.nodeid not in self.job.nodeids:
             self.close()
             rest = item.session.items[item.session.items.index(item) :]
             items = [
-                (other.nodeid, self.timeout_s(other)) for other in rest if count_of(other) == n
+                (other.nodeid, self.timeout_s(other))
+                for other in rest
+                if layout_of(other) == layout
             ]
-            self.job = Job(self.config, n, items)
+            try:
+                self.job = Job(self.config, layout, items)
+            except subprocess.CalledProcessError as error:  # of `ip` or `tc`
+                self.unusable[layout] = f"hosts could not be made: {error}"
+                return ItemResult({}, self.unusable[layout])
         result = self.job.result(item.nodeid)
         if not self.job.ready:
-            self.unusable[n] = result.trouble
+            self.unusable[layout] = result.trouble
         return result
 
     def timeout_s(self, item: pytest.Item) -> float:
@@ -108,6 +142,14 @@ class Jobs:
 
     def pytest_unconfigure(self) -> None:
         self.close()
+
+
+@functools.cache
+def missing_for_hosts() -> str:
+    """Why this machine cannot have hosts; empty if it can."""
+    from benchmarks.hosts import missing
+
+    return missing()
 
 
 class RankTracebacks(TerminalRepr):

@@ -11,13 +11,29 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Callable
+from typing import IO, Callable, Union
 
 # Every process of a job inherits this variable; its value is the job's own. It finds also those
 # processes that left their parent, their session or their process group.
 MARK = "PYTEST_RANKS_JOB"
+
+# How many ranks; or how many on each of several hosts, which are network namespaces.
+Layout = Union[int, tuple[int, ...]]
+
+
+def count(layout: Layout) -> int:
+    return layout if isinstance(layout, int) else sum(layout)
+
+
+def name_of(layout: Layout) -> str:
+    """
+    >>> name_of(3), name_of((2, 1))
+    ('np3', 'np2+1')
+    """
+    return "np" + (str(layout) if isinstance(layout, int) else "+".join(map(str, layout)))
 
 
 @functools.cache
@@ -41,6 +57,18 @@ def mpirun_command(n: int, *, fault_tolerant: bool = False) -> list[str]:
     elif fault_tolerant:
         command.insert(1, "-disable-auto-cleanup")
     return command
+
+
+@contextlib.contextmanager
+def world_command(layout: Layout, *, fault_tolerant: bool = False) -> Iterator[list[str]]:
+    """The beginning of a command that starts ranks; hosts last as long as the context."""
+    if isinstance(layout, int):
+        yield mpirun_command(layout, fault_tolerant=fault_tolerant)
+        return
+    from benchmarks.hosts import Hosts
+
+    with Hosts(len(layout), "10gbit") as hosts, hosts.mpirun(layout) as command:
+        yield [*command, *(["--with-ft", "ulfm"] if fault_tolerant else [])]
 
 
 @dataclass
@@ -132,7 +160,7 @@ def make_run_ranks(directory: Path) -> Callable[..., RanksResult]:
     """The `run_ranks` fixture: starts a program on n ranks and waits until none runs any more."""
 
     def run_ranks(
-        n: int,
+        layout: Layout,
         source_or_path: str | Path,
         *args: str,
         timeout_s: float = 60,
@@ -144,15 +172,16 @@ def make_run_ranks(directory: Path) -> Callable[..., RanksResult]:
         script = Path(source_or_path) if isinstance(source_or_path, Path) else here / "script.py"
         if script.parent == here:
             script.write_text(source_or_path)  # type: ignore[arg-type]
-        command = mpirun_command(n, fault_tolerant=fault_tolerant)
-        command += [sys.executable, __file__, str(here), str(script), *args]
-        with (here / "mpirun").open("wb") as output:
-            processes = MpiProcesses.start(command, output, env or {})
-        try:
-            timed_out = not _until_none_runs(processes, here, n, timeout_s)
-            exit_code = processes.wait(0 if timed_out else 2)
-        finally:
-            processes.stop()
+        n = count(layout)
+        with world_command(layout, fault_tolerant=fault_tolerant) as command:
+            command += [sys.executable, __file__, str(here), str(script), *args]
+            with (here / "mpirun").open("wb") as output:
+                processes = MpiProcesses.start(command, output, env or {})
+            try:
+                timed_out = not _until_none_runs(processes, here, n, timeout_s)
+                exit_code = processes.wait(0 if timed_out else 2)
+            finally:
+                processes.stop()
         streams = [
             [_text(here / f"{stream}.{rank}") for rank in range(n)]
             for stream in ("stdout", "stderr")

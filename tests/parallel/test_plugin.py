@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.hosts import missing
 from parallel.processes import is_running
 
 TESTS = Path(__file__).parents[1]
@@ -22,7 +23,7 @@ rank = MPI.COMM_WORLD.rank
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("PYTHONPATH", f"{TESTS}{os.pathsep}{TESTS.parent}")
     # The collecting process is a world of one; Open MPI never removes the shared memory of such.
     monkeypatch.setenv("OMPI_MCA_btl_sm_backing_directory", str(pytester.path))
     pytester.makeini("[pytest]\naddopts = --import-mode=importlib -p no:randomly\n")
@@ -50,6 +51,37 @@ def test_here():
     result.assert_outcomes(passed=4)
     ran = sorted(path.name for path in pytester.path.glob("ran.*"))
     assert ran == ["ran.1.0", "ran.2.0", "ran.2.1", "ran.3.0", "ran.3.1", "ran.3.2", "ran.here"]
+
+
+ON_HOSTS = """
+import socket
+
+@pytest.mark.ranks((2, 1), (1, 1))
+def test_hosts(ranks):
+    names = MPI.COMM_WORLD.allgather(socket.gethostname())
+    assert tuple(names.count(name) for name in dict.fromkeys(names)) == ranks
+    assert rank != 2, "the other host"
+"""
+
+
+def test_ranks_of_several_hosts(run):
+    if reason := missing():
+        pytest.skip(reason)
+    result = run(ON_HOSTS)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*rank 2 of 3*", "*AssertionError: the other host"])
+    result.stdout.fnmatch_lines(["FAILED test_it.py::test_hosts[[]np2+1[]]*"])
+    spread = run(ON_HOSTS.replace("(2, 1), (1, 1)", "2, 3"), "--hosts=2")
+    spread.assert_outcomes(passed=1, failed=1)
+    spread.stdout.fnmatch_lines(["FAILED test_it.py::test_hosts[[]np2+1[]]*"])
+
+
+def test_without_hosts_their_tests_are_skipped(run, monkeypatch, tmp_path):
+    (tmp_path / "ip").symlink_to("/bin/true")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = run(ON_HOSTS, "-rs")
+    result.assert_outcomes(skipped=2)
+    result.stdout.fnmatch_lines(["*network namespaces need*"])
 
 
 def test_failure_on_one_rank_shows_that_rank_and_spares_the_next_test(run):

@@ -77,6 +77,12 @@ inline void put(DType dtype, char* data, int64_t i, double x) {
     case DType::kI32:
       reinterpret_cast<int32_t*>(data)[i] = static_cast<int32_t>(x);
       break;
+    case DType::kI64:
+      reinterpret_cast<int64_t*>(data)[i] = static_cast<int64_t>(x);
+      break;
+    case DType::kF64:
+      reinterpret_cast<double*>(data)[i] = x;
+      break;
     default:
       reinterpret_cast<float*>(data)[i] = static_cast<float>(x);
   }
@@ -85,6 +91,8 @@ inline double get(DType dtype, const char* data, int64_t i) {
   if (dtype == DType::kF16) return to_float(reinterpret_cast<const F16*>(data)[i]);
   if (dtype == DType::kBF16) return to_float(reinterpret_cast<const BF16*>(data)[i]);
   if (dtype == DType::kI32) return reinterpret_cast<const int32_t*>(data)[i];
+  if (dtype == DType::kI64) return static_cast<double>(reinterpret_cast<const int64_t*>(data)[i]);
+  if (dtype == DType::kF64) return reinterpret_cast<const double*>(data)[i];
   return reinterpret_cast<const float*>(data)[i];
 }
 
@@ -111,10 +119,11 @@ struct Case {
 inline std::string case_name(const testing::TestParamInfo<Case>& info) {
   return std::to_string(info.param.nranks) + "_" + dtype_name(info.param.dtype);
 }
-inline std::vector<Case> cases() {
+inline std::vector<Case> cases(const std::vector<DType>& dtypes = {DType::kF32, DType::kF16,
+                                                                   DType::kI32}) {
   std::vector<Case> all;
   for (int n = 1; n <= 7; ++n)
-    for (const DType dtype : {DType::kF32, DType::kF16, DType::kI32}) all.push_back({n, dtype});
+    for (const DType dtype : dtypes) all.push_back({n, dtype});
   return all;
 }
 

@@ -1,0 +1,29 @@
+"""What every rank has."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from common.everyone import Everyone
+
+
+@pytest.fixture(scope="session")
+def hvd():
+    import bagua.torch
+
+    bagua.torch.init()
+    return bagua.torch
+
+
+@pytest.fixture(scope="session")
+def everyone(hvd) -> Everyone:
+    return Everyone(hvd)
+
+
+@pytest.fixture(scope="session")
+def hosts(hvd) -> list[list[int]]:
+    """The ranks of each host."""
+    names = hvd.allgather_object(socket.gethostname())
+    order = list(dict.fromkeys(names))
+    return [[rank for rank, name in enumerate(names) if name == host] for host in order]
