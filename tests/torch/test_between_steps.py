@@ -331,6 +331,18 @@ def test_changes_of_norms_and_biases_travel_exactly(everyone, hvd):
         assert bool(near.all()) == (param is model.bias or everyone.size == 1)
 
 
+@pytest.mark.parametrize("codec", ["fp16", "minmax_u8", "sign1", "topk"])
+def test_changes_of_float64_travel_exactly(everyone, hvd, codec):
+    param = nn.Parameter(torch.zeros(30, 50).double())
+    sgd = torch.optim.SGD([param], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd, algorithm=Algorithm(what="delta", codec=codec))
+    grads = everyone.draw((30, 50), torch.float64)
+    for _ in range(2):
+        param.grad = grads[everyone.me].clone()
+        optimizer.step()
+    torch.testing.assert_close(param, -2 * mean(grads), rtol=1e-14, atol=1e-14)
+
+
 @pytest.mark.parametrize("inner", ["momentum", "adam"])
 @pytest.mark.parametrize("when", ["step", "forward"])
 @pytest.mark.parametrize("codec", ["minmax_u8", "sign1", "topk"])

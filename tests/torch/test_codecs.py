@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +13,16 @@ import torch
 from common.simulation import Simulation
 from torch import nn
 
-from bagua.algorithms import Algorithm, ByteGrad, DiLoCo, PowerSGD, QAdam, TopK
+from bagua.algorithms import (
+    Algorithm,
+    ByteGrad,
+    Decentralized,
+    DiLoCo,
+    PerParameter,
+    PowerSGD,
+    QAdam,
+    TopK,
+)
 from bagua.algorithms.exchange import CODECS, LOSSY, NEED_FEEDBACK, VALUE_CODECS
 from bagua.common.core import core
 from bagua.common.kinds import ReduceOp
@@ -201,6 +212,36 @@ def test_what_does_not_fit_the_optimizer_is_refused(everyone, hvd):
             hvd.DistributedOptimizer(sgd, algorithm=algorithm)
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    ("usual", "odd"),
+    [
+        (TopK(density=0.01), TopK(density=0.02)),
+        (ByteGrad(), ByteGrad(error_feedback=True)),
+        (DiLoCo(every=4), DiLoCo(every=5)),
+        (DiLoCo(outer_lr=0.7), DiLoCo(outer_lr=0.5)),
+        (Algorithm(codec="sign1", exact=["head.*"]), Algorithm(codec="sign1", exact=["body.*"])),
+        (Decentralized(peers="random", seed=1), Decentralized(peers="random", seed=2)),
+        ({"w": TopK(density=0.01)}, {"w": TopK(density=0.02)}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_one_rank_with_another_setting_is_an_error_on_all(everyone, hvd, usual, odd, late):
+    """That names both; and nobody has to start anew."""
+    last = everyone.size - 1
+    sgd = torch.optim.SGD([nn.Parameter(torch.zeros(40, 40))], lr=0.1)
+    algorithm = odd if everyone.me == last else usual
+    both = [re.escape(str(PerParameter(a) if isinstance(a, dict) else a)) for a in (usual, odd)]
+    words = f"algorithms differ between ranks: {both[0]} on rank 0, {both[1]} on rank {last}"
+    choose = functools.partial(hvd.DistributedOptimizer, sgd)
+    if late:
+        choose = choose().set_algorithm
+    with pytest.raises(hvd.UsageError, match=words):
+        choose(algorithm=algorithm)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == everyone.size
+
+
 class _Backwards(nn.ModuleList):
     """Applies the last layer first, so that gradients come in the order of the parameters."""
 
@@ -335,6 +376,77 @@ def test_recovers_from_one_bad_step(everyone, hvd, algorithm):
         (param * values).sum().backward()
         assert bool(param.grad.isfinite().all()) == (step != 1)
         optimizer.step()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.usefixtures("overlap")
+@pytest.mark.parametrize("algorithm", list(algorithms()), ids=repr)
+def test_a_loss_scaler_skips_what_overflows_on_one_rank(everyone, hvd, algorithm):
+    """On all ranks alike, and training recovers."""
+    algorithm = dataclasses.replace(algorithm, density=0.2)
+    param = nn.Parameter(torch.zeros(30, 300))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.2), algorithm=algorithm)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=10)
+    goals = [gradient(rank, 0, (30, 300)) for rank in everyone.ranks]
+    scales = [64.0]
+    # What fp16 cannot hold once it is scaled, or nothing can.
+    bad = 1e4 if algorithm.codec == "fp16" else torch.inf
+    for step in range(25):
+        optimizer.zero_grad()
+        before = param.detach().clone()
+        loss = (param - goals[everyone.me]).square().sum() / 2
+        if step == 3 and everyone.me == everyone.size - 1:
+            loss = loss + bad * param[20, 7]
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        assert torch.equal(param, before) == (step == 3), f"step {step}"
+        kept = optimizer.state_dict().get("bagua", {"kept": {"lost": {}}})["kept"]["lost"]
+        assert all(lost.isfinite().all() for losts in kept.values() for lost in losts)
+    assert scales[4] == scales[3] / 2
+    assert scales[-1] > scales[4]
+    for theirs in hvd.allgather_object((param.detach(), scales)):
+        assert torch.equal(theirs[0], param)
+        assert theirs[1] == scales
+    goal = torch.stack(goals).mean(0)
+    assert (param - goal).norm() < 0.4 * goal.norm()
+
+
+WIDE = {torch.float64: torch.float64, torch.complex64: torch.complex128}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.usefixtures("overlap")
+@pytest.mark.parametrize("dtype", list(WIDE))
+@pytest.mark.parametrize("algorithm", list(algorithms()), ids=repr)
+def test_what_no_codec_carries_travels_as_it_is(everyone, hvd, algorithm, dtype):
+    """Among others that are encoded."""
+    params = [nn.Parameter(torch.zeros(30, 50, dtype=kind)) for kind in (dtype, torch.float32)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.0), algorithm=algorithm)
+    for step in range(3):
+        optimizer.zero_grad()
+        grads = everyone.draw((30, 50), dtype, seed=step)
+        loss = (params[0] * grads[everyone.me].conj()).real.sum()
+        (loss + (params[1] * gradient(everyone.me, step, (30, 50))).sum()).backward()
+        mean = torch.stack([grad.to(WIDE[dtype]) for grad in grads]).mean(0)
+        torch.testing.assert_close(params[0].grad, mean.to(dtype), rtol=1e-6, atol=1e-7)
+        if dtype == torch.float64:
+            torch.testing.assert_close(params[0].grad, mean, rtol=1e-14, atol=1e-15)
+        optimizer.step()
+    kept = optimizer.state_dict().get("bagua", {"kept": {"lost": {}}})["kept"]["lost"]
+    assert not any(lost.any() for lost in kept.get("parameter.0", []))
+
+
+@pytest.mark.ranks(2)
+def test_weights_that_no_codec_carries_are_refused(hvd):
+    """Neighbors keep copies of all or of none."""
+    params = [nn.Parameter(torch.zeros(5, 5)), nn.Parameter(torch.zeros(5, 5).double())]
+    sgd = torch.optim.SGD(params, lr=0.1)
+    with pytest.raises(hvd.UsageError, match=r"wide is torch\.float64; codecs carry floats of 32"):
+        hvd.DistributedOptimizer(
+            sgd, zip(["narrow", "wide"], params), algorithm="low_precision_decentralized"
+        )
 
 
 def test_nothing_to_encode(hvd):

@@ -35,6 +35,24 @@ def test_integers_pass_through(everyone, hvd, name):
     assert torch.equal(result, everyone.reduced(tensors, hvd.Sum))
 
 
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_wide_floats_come_back_wide(everyone, hvd, name):
+    """As what two bytes hold of them; complex numbers pass through."""
+    compression = getattr(hvd.Compression, name)
+    tensors = everyone.draw((50,), torch.float64)
+    wire = [tensor.to(compression.wire_dtype) for tensor in tensors]
+    expected = everyone.reduced(wire, hvd.Average)
+    for result in (
+        hvd.allreduce(tensors[everyone.me], compression=compression),
+        *hvd.grouped_allreduce([tensors[everyone.me]], compression=compression),
+    ):
+        assert result.dtype == torch.float64
+        assert torch.equal(result, expected.double())
+    tensors = everyone.draw((50,), torch.complex64)
+    result = hvd.allreduce(tensors[everyone.me], compression=compression)
+    assert_close(result, everyone.reduced(tensors, hvd.Average))
+
+
 def test_a_compressor_that_fails_on_one_rank(everyone, hvd):
     last = everyone.me == everyone.size - 1
 

@@ -7,6 +7,7 @@ test_velocity.py, test_background.py and test_between_steps.py.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -76,6 +77,31 @@ class Central:
         for i, part in zip(coded, parts):
             means[i] = part.view(SHAPES[i])
         return means
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["during backward", "after backward"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_without_a_codec_a_mean_is_a_fold_in_rank_order(everyone, hvd, dtype, overlap, monkeypatch):
+    """In every bit, where ranks share memory, and of two ranks anywhere: whatever is small, in an
+    arena or elsewhere, and wherever a rank's slice begins.
+    """
+    if world().config.transport == "mpi" and everyone.size > 2:
+        return  # other collectives have an order of their own
+    monkeypatch.setattr(world(), "overlaps", lambda busy_threads: overlap)
+    counts = [1, 63, 1000, 8192, 40_001, 300_007]
+    params = [nn.Parameter(torch.zeros(count, dtype=dtype)) for count in counts]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.0))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for step in range(3):
+        grads = [everyone.draw((count,), dtype, seed=step) for count in counts]
+        optimizer.zero_grad(set_to_none=step < 2)
+        sum((p * theirs[everyone.me]).sum() for p, theirs in zip(params, grads)).backward()
+        for param, theirs in zip(params, grads):
+            total = functools.reduce(torch.add, [grad.to(wide) for grad in theirs])
+            mean = (total / everyone.size).to(dtype)
+            assert torch.equal(param.grad, mean)
+            assert torch.equal(hvd.allreduce(theirs[everyone.me]), mean)
+        optimizer.step()
 
 
 @pytest.mark.usefixtures("keep_order")
