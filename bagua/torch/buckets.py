@@ -63,6 +63,7 @@ class Slot:
         "bucket",
         "exact",
         "index",
+        "made_dense",
         "may_be_sparse",
         "name",
         "notice",
@@ -85,6 +86,7 @@ class Slot:
         # What encoding has lost of this rank's values, and of the means that it encodes; or what
         # the bucket keeps instead.
         self.residuals: list[torch.Tensor] = []
+        self.made_dense = False  # if its gradient is sparse
         self.may_be_sparse = False  # then its gradient is none of the bucket's business
 
     def enter(self, bucket: Bucket, index: int, view: torch.Tensor) -> None:
@@ -207,6 +209,8 @@ class Bucket:
         for i in gather(self._params, self._notices):
             slot = self.slots[i]
             grad = slot.param.grad
+            if slot.made_dense and grad is not None and grad.is_sparse:
+                grad = slot.param.grad = grad.to_dense()
             if grad is None or (grad.is_sparse and slot.may_be_sparse):
                 slot.view.zero_()
             elif id(grad) in _flying:

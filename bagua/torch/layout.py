@@ -109,7 +109,8 @@ class Layout:
 
     def _add(self, slot: Slot) -> None:
         slot.notice = core.notice(self._decide)
-        slot.may_be_sparse = not self._agreed_on_sparse
+        slot.made_dense = self._sparse_as_dense
+        slot.may_be_sparse = not (self._agreed_on_sparse or slot.made_dense)
         self.slots[slot.param] = slot
         if self._loose.wants_all:
             self._loose.add(slot)

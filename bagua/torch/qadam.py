@@ -120,6 +120,11 @@ class QAdam(torch.optim.Optimizer):
         return loss
 
     def _step(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        if param.grad.is_sparse:  # type: ignore[union-attr]
+            raise UsageError(
+                f"the gradient of a parameter of shape {tuple(param.shape)} is sparse, and QAdam's "
+                "momentum is not: use sparse_as_dense=True or an optimizer of its own for it"
+            )
         state = self._state_of(param)
         beta, beta_of_variance = group["betas"]
         state["step"] += 1

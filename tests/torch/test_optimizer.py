@@ -530,6 +530,27 @@ def test_sparse_embeddings(everyone, hvd, as_dense, learn):
     assert_same_everywhere(hvd, model)
 
 
+@pytest.mark.parametrize("learn", [False, True])
+def test_a_bucket_that_sparse_gradients_complete(everyone, hvd, learn):
+    """It leaves in the middle of backward, with all of them."""
+    table = nn.Embedding(10, 4, sparse=True)
+    hvd.broadcast_parameters(table.state_dict())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(table.parameters(), lr=1.0), op=hvd.Sum, sparse_as_dense=True
+    )
+    if not learn:
+        optimizer._driver.layout.order = None
+    before = table.weight.detach().clone()
+    for _ in range(3):
+        optimizer.zero_grad()
+        table(torch.tensor([everyone.me, 9])).sum().backward()
+        optimizer.step()
+    moved = torch.zeros(10, 1)
+    moved[: everyone.size] = 3
+    moved[9] = 3 * everyone.size
+    assert torch.allclose(before - table.weight, moved.expand(10, 4))
+
+
 def test_mixed_dtypes_and_layouts(everyone, hvd):
     def net():
         torch.manual_seed(0)
