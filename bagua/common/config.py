@@ -142,8 +142,8 @@ class Config:
     )
     check_finite: str = _setting(
         "off",
-        "look for NaN and Inf in gradients before they are exchanged; report which rank had one, "
-        "or skip the step on all ranks, too",
+        "look for NaN and Inf in gradients before and after they are exchanged; report where one "
+        "came from, or skip the step on all ranks, too",
         agree=True,
         choices=("off", "report", "skip"),
     )
@@ -312,8 +312,8 @@ def claim_place() -> None:
 OPEN_MPI = {"OMPI_MCA_btl_tcp_eager_limit": "600000"}
 
 
-# For a process alone, too: it has nobody to share memory with, and Open MPI would leave a file of
-# 16 MB in /dev/shm that nobody removes.
+# Of a process alone: it has nobody to share memory with, and Open MPI would leave a file of 16 MB
+# in /dev/shm that nobody removes.
 _OPEN_MPI_ALONE = {"OMPI_MCA_btl": "^sm"}
 
 

@@ -260,12 +260,13 @@ class Gradients:
         self._watch.look("own", own)
         if found := self._watch.agreed():
             return found
-        name = first_not_finite(self.layout.named())
+        slots = self.layout.slots.values()
+        name = first_not_finite([(slot.name, slot.param) for slot in slots])
         if not name:
             return ""
         places = {slot.name: bucket.name for bucket in self.layout.buckets for slot in bucket.slots}
         where = f"{name} ({places.get(name, 'alone')})"
-        return f"{where} after the exchange, though not before: the sum or its codec has overflowed"
+        return f"{where} after the exchange, though not before: a sum or a codec overflows"
 
     def _tell(self, found: str) -> None:
         """Which gradients were no numbers; the same on all ranks."""
@@ -292,7 +293,7 @@ class Gradients:
         self._all_gathered = True
         try:
             self._take_up_state()
-            self.layout.find_sparse()
+            self.layout.agree_at_first()
             self._loose.launch(None if self._watch is None else self._watch.look)
             # All are read before any is written: two parameters may have one gradient.
             for bucket in self.layout.buckets:

@@ -54,7 +54,7 @@ class Layout:
         self._required: list[bool] = []  # which of the parameters require a gradient
         self._hooks: dict[torch.Tensor, Any] = {}
         self._numbers = itertools.count()  # of slots
-        self._agreed_on_sparse = False
+        self._agreed_at_first = False
 
     def close(self) -> None:
         """Leaves the parameters alone, and their gradients as they are."""
@@ -80,7 +80,7 @@ class Layout:
 
     @property
     def settled(self) -> bool:
-        return self.order is None and not self.rebuild_due
+        return self.order is None and not self.rebuild_due and self._agreed_at_first
 
     def refresh(self) -> bool:
         """Notices parameters that were added, frozen or thawed.
@@ -110,7 +110,7 @@ class Layout:
     def _add(self, slot: Slot) -> None:
         slot.notice = core.notice(self._decide)
         slot.made_dense = self._sparse_as_dense
-        slot.may_be_sparse = not (self._agreed_on_sparse or slot.made_dense)
+        slot.may_be_sparse = not (self._agreed_at_first or slot.made_dense)
         self.slots[slot.param] = slot
         if self._loose.wants_all:
             self._loose.add(slot)
@@ -173,29 +173,24 @@ class Layout:
         if self.rebuild_due or (places.any() and learned != current):
             self.rebuild([learned])
 
-    def find_sparse(self) -> None:
+    def agree_at_first(self) -> None:
         """In the first exchange the ranks agree which parameters have sparse gradients.
 
         And hear if their weights are not the same.
         """
-        if self._sparse_as_dense:
-            for param in self.slots:
-                if param.grad is not None and param.grad.is_sparse:
-                    param.grad = param.grad.to_dense()
-        if self._agreed_on_sparse:
+        if self._agreed_at_first:
             return
         slots = list(self.slots.values())
         grads = [slot.param.grad for slot in slots]
         sparse = np.array([grad is not None and grad.is_sparse for grad in grads], np.uint8)
-        # Where a sample's bytes and what each lacks to 255 are largest, they tell whether all have
-        # the same, as far as a rank has not joined, whose are zeros.
-        bytes_of = np.frombuffer(safety.sample(self.named()).to_bytes(4, "little"), np.uint8)
-        self._agreed_on_sparse = True
-        mine = np.concatenate([bytes_of, 255 - bytes_of, sparse])
-        largest, lacking, agreed = np.split(self._agreed("sparse", mine, ReduceOp.Max), [4, 8])
-        if np.any(largest + lacking != 255):
-            prefix = f"{self._plan.prefix}.replicas"
-            safety.warn_of_difference(self.named(), prefix, self._plan.process_set)
+        if self._sparse_as_dense:
+            sparse[:] = 0
+        in_order = sorted(slots, key=lambda slot: slot.number)
+        replicas = [(slot.name, slot.param) for slot in in_order]
+        sample = safety.sample(replicas)
+        self._agreed_at_first = True
+        largest = self._agreed("first", np.concatenate([sample, sparse]), ReduceOp.Max)
+        sample, agreed = np.split(largest, [sample.size])
         for slot, is_sparse in zip(slots, agreed):
             slot.may_be_sparse = bool(is_sparse)
             if is_sparse:
@@ -208,6 +203,9 @@ class Layout:
                 f"the gradient of {name} is sparse, and momentum is not: use sparse_as_dense=True "
                 "or an optimizer of its own for it"
             )
+        if safety.samples_differ(sample):
+            prefix = f"{self._plan.prefix}.replicas"
+            safety.warn_of_difference(replicas, prefix, self._plan.process_set)
 
     def _agreed(self, what: str, values: Any, op: ReduceOp) -> Any:
         name = f"{self._plan.prefix}.{what}"

@@ -50,6 +50,8 @@ class Loose:
             grad = slot.param.grad
             name = self._name_of(slot)
             if self.wants_all:
+                if slot.made_dense and grad is not None and grad.is_sparse:
+                    grad = slot.param.grad = grad.to_dense()
                 dense = torch.zeros_like(slot.param) if grad is None else grad.detach()
                 wire, context = self._compression.compress(dense)
                 self._asked += 1

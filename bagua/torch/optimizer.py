@@ -321,7 +321,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Whether a GradScaler calls `step()` even after an overflow, and leaves the rest to it.
 
         Gradients that all share have overflown on all ranks. Where they have not been shared, the
-        others would wait for a rank that does not step.
+        others would wait for a rank that does not step. One that cannot be used at all has to come
+        here, to hear so.
         """
         return isinstance(self._driver, BetweenSteps) or self._algorithm.what == "momentum"
 
@@ -329,7 +330,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def unscaled(self, told: torch.optim.Optimizer, alone: bool = False) -> bool:
         """Whether gradients can be used, after a GradScaler that told this object about them."""
-        if self._algorithm.what == "momentum" and getattr(told, "found_inf", None) is not None:
+        if self._algorithm.what == "momentum" and self._scaling.forget(told):
             raise UsageError(
                 f"{self._algorithm!r} mixes gradients with momentum before a GradScaler could "
                 "unscale them: train in bfloat16 or float32, without it"

@@ -54,15 +54,17 @@ class Outer(BetweenSteps):
         self._launched = True
 
     def _begin_anew(self) -> None:
-        """Leaves this rank's own change in the arena, and, where changes have arrived, the round
-        that begins new common weights less that change."""
-        arrived = self._launched
-        if arrived:
+        """Leaves this rank's own change in the arena.
+
+        Where changes were under way, the round begins with new common weights less that change.
+        """
+        launched = self._launched
+        if launched:
             self._step_together()
         for piece, common, begin in zip(self._pieces, self._common, self._begins):
             torch._foreach_sub_(piece.views_of(begin), piece.params)
             piece.flat.copy_(begin)
-            if arrived:
+            if launched:
                 torch.sub(common, begin, out=begin)
                 piece.set_weights(piece.views_of(begin))
             else:

@@ -112,19 +112,24 @@ class QAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._step(param, group)
+        used = [
+            (param, group)
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        for param, _ in used:
+            if param.grad.is_sparse:
+                raise UsageError(
+                    f"the gradient of a parameter of shape {tuple(param.shape)} is sparse, and "
+                    "QAdam's momentum is not: use sparse_as_dense=True or an optimizer of its own"
+                )
+        for param, group in used:
+            self._step(param, group)
         self._folded.clear()
         return loss
 
     def _step(self, param: torch.Tensor, group: dict[str, Any]) -> None:
-        if param.grad.is_sparse:  # type: ignore[union-attr]
-            raise UsageError(
-                f"the gradient of a parameter of shape {tuple(param.shape)} is sparse, and QAdam's "
-                "momentum is not: use sparse_as_dense=True or an optimizer of its own for it"
-            )
         state = self._state_of(param)
         beta, beta_of_variance = group["betas"]
         state["step"] += 1

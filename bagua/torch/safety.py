@@ -6,6 +6,7 @@ import math
 import warnings
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +41,8 @@ def check_replicas(named: Named, name: str, process_set: ProcessSet) -> None:
 def warn_of_difference(named: Named, name: str, process_set: ProcessSet) -> None:
     """Ranks are about to exchange gradients for the first time, and their samples differ."""
     text = _difference(named, [_checksum(param) for _, param in named], name, process_set)
-    if text and process_set.rank() == 0:
+    text = text or "replicas differ, nobody says where since a rank has joined"
+    if process_set.rank() == 0:
         warnings.warn(
             f"{text}. They share gradients from now on, but began unequal and stay so: call "
             "broadcast_parameters(model.state_dict(), root_rank=0) after making or loading the "
@@ -49,12 +51,22 @@ def warn_of_difference(named: Named, name: str, process_set: ProcessSet) -> None
         )
 
 
-def sample(named: Named) -> int:
-    """A checksum of the first few values of every parameter: what was drawn differs there."""
+def sample(named: Named) -> Any:
+    """Of the first few values of every parameter: what was drawn differs there.
+
+    The bytes of a checksum, and what each lacks to 255. Their greatest over all ranks tell whether
+    all have the same, also where a rank has joined, whose are zeros.
+    """
     checksum = 0
     for _, param in named:
         checksum = _checksum(param.detach().flatten()[:_SAMPLE], checksum)
-    return checksum
+    values = np.frombuffer(checksum.to_bytes(4, "little"), np.uint8)
+    return np.concatenate([values, 255 - values])
+
+
+def samples_differ(greatest: Any) -> bool:
+    values, lacking = np.split(greatest, 2)
+    return bool(np.any(values != 255 - lacking))
 
 
 def _difference(named: Named, mine: list[int], name: str, process_set: ProcessSet) -> str:

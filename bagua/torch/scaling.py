@@ -37,13 +37,19 @@ class Scaling:
         if alone:
             return True
         overflown = overflow is not None and bool(overflow)
-        for name in vars(told).keys() & set(_LEFT):  # what else would use them
-            setattr(told, name, None)
+        self.forget(told)
         if scale is not None and not overflown:
             for param in params:
                 if param.grad is not None:
                     param.grad.div_(scale.to(param.grad.device))
         return not overflown
+
+    def forget(self, told: torch.optim.Optimizer) -> bool:
+        """Lets nobody else use what it has left here; whether it has."""
+        left = any(vars(told).get(name) is not None for name in _LEFT)
+        for name in vars(told).keys() & set(_LEFT):
+            setattr(told, name, None)
+        return left
 
     def refuse_different(self, process_set: ProcessSet) -> None:
         """Where each rank unscales by itself, each has a scale of its own in time."""

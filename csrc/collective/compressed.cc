@@ -51,7 +51,9 @@ class Compressed {
     }
     // By turns, so that every slice's first segments are complete early: where a rank comes late,
     // results of all slices flow while it still sends.
-    for (size_t number = 0; number < segments_[0].size(); ++number)
+    size_t most = 0;  // a shorter slice may be cut into more
+    for (const auto& segments : segments_) most = std::max(most, segments.size());
+    for (size_t number = 0; number < most; ++number)
       for (int d = 1; d <= n; ++d) offer(group_.neighbor(d), number);
     for (size_t number = 0; number < segments_[me].size(); ++number) {
       for (int d = 1; d < n; ++d) group_.wait(parts[group_.neighbor(-d)][number]);

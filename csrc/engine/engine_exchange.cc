@@ -66,8 +66,8 @@ void Engine::exchange(int32_t id, const std::vector<RequestPtr>& requests) {
     if (staging) staging->end();
     if (nccl) nccl->end(requests);
   };
-  Work counted;  // before who waits for the requests can look
-  const auto count = [&] {
+  Work counted;             // what the counters have already
+  const auto count = [&] {  // before who waits for the requests can look
     const Work& done = group.work();
     sent_nbytes_ += done.sent_nbytes - counted.sent_nbytes;
     touched_nbytes_ += done.touched_nbytes - counted.touched_nbytes;

@@ -169,6 +169,7 @@ PYBIND11_MODULE(_core, m) {
       .def("node_count", &Engine::node_count)
       .def("allocate",
            [](Engine& e, int64_t nbytes) {
+             if (nbytes < 0) throw UsageError("there is no memory of a negative size");
              return std::make_shared<Memory>(
                  Memory{e.allocate(static_cast<size_t>(nbytes)), nbytes});
            })

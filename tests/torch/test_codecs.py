@@ -80,10 +80,8 @@ def test_is_what_one_loop_over_all_ranks_gives(everyone, hvd, algorithm):
 
 
 @pytest.mark.usefixtures("overlap")
-def test_inside_one_machine_bytegrad_is_exact(everyone, hvd):
+def test_bytegrad_on_one_machine_is_exact(everyone, hvd):
     """Where the ranks share memory; those of one machine that do not are as far as any."""
-    if world().config.transport == "mpi":
-        return
     param = nn.Parameter(torch.zeros(40, 50))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.0), algorithm="bytegrad")
     (param * gradient(everyone.me, 0, (40, 50))).sum().backward()

@@ -262,20 +262,24 @@ def test_a_grad_scaler_is_refused_before_it_does_harm(everyone, hvd, unscaled_be
     with pytest.raises(hvd.UsageError, match="momentum before a GradScaler could"):
         scaler.step(optimizer)
     assert (param == 1).all()
+    optimizer.step()  # without it
+    assert (param != 1).all()
 
 
 @pytest.mark.parametrize("dense", [True, False])
 def test_sparse_gradients_are_refused_unless_made_dense(everyone, hvd, dense):
     table = nn.Embedding(10, 4, sparse=True)
     hvd.broadcast_parameters(table.state_dict())
-    inner = hvd.QAdam(table.parameters(), warmup_steps=1)
+    first = nn.Parameter(torch.ones(5))
+    inner = hvd.QAdam([first, *table.parameters()], warmup_steps=1)
     optimizer = hvd.DistributedOptimizer(inner, algorithm="qadam", sparse_as_dense=dense)
     for _step in range(3):
         optimizer.zero_grad()
-        table(torch.tensor([everyone.me, 9])).sum().backward()
+        (first.sum() + table(torch.tensor([everyone.me, 9])).sum()).backward()
         if not dense:
             with pytest.raises(hvd.UsageError, match="QAdam's momentum is not: use sparse_as"):
                 optimizer.step()
+            assert (first == 1).all()  # it is all or nothing
             return
         optimizer.step()
     assert all(torch.equal(t, table.weight) for t in hvd.allgather_object(table.weight.detach()))

@@ -71,6 +71,38 @@ def test_who_forgets_to_broadcast_hears_of_it_once(everyone, hvd, forgotten):
         assert not texts
 
 
+def test_what_is_frozen_may_differ(everyone, hvd, setting):
+    """Nobody exchanges it: it is neither compared nor looked at, whoever has one."""
+    setting(check_finite="skip")
+    param = nn.Parameter(torch.zeros(5))
+    frozen = [
+        nn.Parameter(torch.full((3,), float(everyone.me)), requires_grad=False)
+        for _ in range(1 + everyone.me)
+    ]
+    frozen[0].grad = torch.full((3,), torch.nan if everyone.me else 0.0)
+    groups = [{"params": [param]}, {"params": frozen, "lr": 0.0}]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=1.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        param.sum().backward()
+        optimizer.step()
+    assert (param == -1).all()
+
+
+def test_a_rank_that_has_joined_is_no_other_replica(everyone, hvd):
+    if everyone.size == 1:
+        return
+    param = nn.Parameter(torch.full((5,), 7.0))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if everyone.me > 0:
+            param.sum().backward()
+            optimizer.step()
+        hvd.join()
+    assert (param == 7 - (everyone.size - 1) / everyone.size * (everyone.me > 0)).all()
+
+
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "decentralized"])
 def test_consensus_distance(everyone, hvd, algorithm):
     params = [

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <utility>
 
+#include "collective/coded.h"
 #include "collective/jobs.h"
 
 namespace bagua {
@@ -164,6 +165,23 @@ int64_t sent_by_all(const Coding& coding, int n, int64_t count) {
     nbytes += 2 * (n - 1) * coding.wire_nbytes(end - begin);
   }
   return nbytes;
+}
+
+// The first is one value longer, so its segments are, too, and it has half as many.
+TEST(Compressed, SlicesOfUnlikeNumbersOfSegments) {
+  const Coding coding = parse_coding("raw");
+  const int64_t count = 2 * (256 * kTile) - 1;
+  ASSERT_LT(stretches(coding, 0, count - count / 2).size(), stretches(coding, 0, count / 2).size());
+  with_jobs(2, DType::kF32,
+            [&](int rank, Job& job) {
+              Floats data(static_cast<size_t>(count), static_cast<float>(rank + 1));
+              job.data = reinterpret_cast<char*>(data.data());
+              job.count = count;
+              job.coding = &coding;
+              choose_collective(OpKind::kAllreduce, job, "auto").run(job);
+              EXPECT_EQ(data, Floats(static_cast<size_t>(count), 3));
+            },
+            {0, 1});
 }
 
 TEST(Compressed, SendsTheCodecsBytes) {
