@@ -60,7 +60,7 @@ def test_is_what_one_loop_over_all_ranks_gives(everyone, hvd, inner):
     start, finish = driver._start, driver._finish
     driver._start = lambda: (begun.append(mine.steps), start())
     driver._finish = lambda: (finish(), used.append(mine.steps))
-    for _ in range(STEPS):
+    while mine.steps < STEPS or len(used) < 3:  # where cores are busy, an average takes its time
         mine.backward()
         optimizer.step()
         time.sleep(0.001 * everyone.me)  # ranks are not equally fast
@@ -68,10 +68,10 @@ def test_is_what_one_loop_over_all_ranks_gives(everyone, hvd, inner):
     optimizer.settle()
 
     replicas = [Replica(rank, inner) for rank in everyone.ranks]
-    events = hvd.allgather_object((begun, used))
+    steps, *events = zip(*hvd.allgather_object((mine.steps, begun, used)))
+    events = list(zip(*events))
     counts = {len(times) for pair in events for times in pair}
     assert len(counts) == 1, "all ranks take part in every average"
-    assert max(counts) > 2
     right = None
     for number in range(counts.pop()):
         given = []
@@ -86,8 +86,8 @@ def test_is_what_one_loop_over_all_ranks_gives(everyone, hvd, inner):
             with torch.no_grad():
                 for param, mean, before in zip(replica.params, means, own):
                     param += mean - before
-    for replica in replicas:
-        replica.go_to(STEPS)
+    for replica, last in zip(replicas, steps):
+        replica.go_to(last)
     for ours, theirs in zip(unsettled, right or replicas[everyone.me].values()):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     for param, theirs in zip(mine.params, zip(*(replica.values() for replica in replicas))):
