@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 FAMILIES = {
@@ -54,6 +55,22 @@ class Everyone:
         if dtype == torch.bool:
             ops.remove(hvd.Average)
         return ops[:3] if dtype.is_complex else ops
+
+
+# Fixtures; a conftest that wants them takes them by name.
+
+
+@pytest.fixture(scope="session")
+def hvd():
+    import bagua.torch
+
+    bagua.torch.init()
+    return bagua.torch
+
+
+@pytest.fixture(scope="session")
+def everyone(hvd) -> Everyone:
+    return Everyone(hvd)
 
 
 def draw(shape, dtype, seed) -> torch.Tensor:

@@ -5,20 +5,9 @@ from __future__ import annotations
 import socket
 
 import pytest
-from common.everyone import Everyone
+from common import everyone as fixtures
 
-
-@pytest.fixture(scope="session")
-def hvd():
-    import bagua.torch
-
-    bagua.torch.init()
-    return bagua.torch
-
-
-@pytest.fixture(scope="session")
-def everyone(hvd) -> Everyone:
-    return Everyone(hvd)
+hvd, everyone = fixtures.hvd, fixtures.everyone
 
 
 @pytest.fixture(scope="session")

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from common.everyone import FAMILIES, Everyone
+from common import everyone as fixtures
+from common.everyone import FAMILIES
 
-
-@pytest.fixture(scope="session")
-def hvd():
-    import bagua.torch
-
-    bagua.torch.init()
-    return bagua.torch
-
-
-@pytest.fixture(scope="session")
-def everyone(hvd) -> Everyone:
-    return Everyone(hvd)
+hvd, everyone = fixtures.hvd, fixtures.everyone
 
 
 @pytest.fixture(params=list(FAMILIES))
