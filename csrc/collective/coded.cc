@@ -15,14 +15,27 @@ constexpr int64_t kMostMessages = 256;
 
 }  // namespace
 
-void on_floats(Job& job, void (*run)(Job&, float*)) {
-  if (job.dtype == DType::kF32) return run(job, reinterpret_cast<float*>(job.data));
-  if (job.prepare || job.arrived) throw InternalError("only floats of 32 bits come in segments");
-  const size_t nbytes = static_cast<size_t>(job.count) * sizeof(float);
-  auto* wide = reinterpret_cast<float*>(job.scratch.get(Scratch::kWide, nbytes));
-  widen(job.dtype, wide, job.data, job.count);
-  run(job, wide);
-  narrow(job.dtype, job.data, wide, job.count);
+void on_floats(const Jobs& jobs, const std::function<void(const std::vector<Floats>&)>& run) {
+  int64_t short_ones = 0;
+  for (const Job* job : jobs) {
+    if (job->dtype == DType::kF32) continue;
+    if (job->prepare || job->arrived)
+      throw InternalError("only floats of 32 bits come in segments");
+    short_ones += job->count;
+  }
+  auto* wide = reinterpret_cast<float*>(
+      jobs[0]->scratch.get(Scratch::kWide, static_cast<size_t>(short_ones) * sizeof(float)));
+  std::vector<Floats> all;
+  for (Job* job : jobs) {
+    const bool is_short = job->dtype != DType::kF32;
+    if (is_short) widen(job->dtype, wide, job->data, job->count);
+    all.push_back({*job, is_short ? wide : reinterpret_cast<float*>(job->data)});
+    if (is_short) wide += job->count;
+  }
+  run(all);
+  for (const Floats& floats : all)
+    if (floats.job.dtype != DType::kF32)
+      narrow(floats.job.dtype, floats.job.data, floats.data, floats.job.count);
 }
 
 std::vector<Stretch> stretches(const Coding& coding, int64_t begin, int64_t count, int64_t step) {

@@ -2,6 +2,7 @@
 // whatever a job's elements are.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "collective/collective.h"
@@ -13,8 +14,13 @@ inline bool float_like(DType dtype) {
   return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16;
 }
 
-// Calls run(job, data) with the job's elements as floats, in place.
-void on_floats(Job& job, void (*run)(Job&, float*));
+// A job's elements as floats.
+struct Floats {
+  Job& job;
+  float* data;
+};
+// Calls `run` with the elements of all jobs; what it leaves there is theirs.
+void on_floats(const Jobs& jobs, const std::function<void(const std::vector<Floats>&)>& run);
 
 // Values that are worked on at a time, small enough for a core's cache; a multiple of every block.
 constexpr int64_t kTile = 32 << 10;

@@ -1,7 +1,8 @@
 // Allreduce of floats through a codec, in two halves: rank i gets everyone's slice i encoded, adds
 // up what it decodes in rank order, and sends the result, encoded again, to everyone. All decode
-// the same bytes, the slice's owner too, so all ranks end with the same values. Steps: 2. Bytes
-// sent per rank: 2 * (n-1)/n * N, in the codec's bytes.
+// the same bytes, the slice's owner too, so all ranks end with the same values. Of several jobs all
+// parts leave before the first result is due. Steps: 2. Bytes sent per rank: 2 * (n-1)/n * N, in
+// the codec's bytes.
 #include <algorithm>
 #include <vector>
 
@@ -15,68 +16,91 @@ namespace {
 
 class Compressed {
  public:
-  Compressed(Job& job, float* data)
-      : job_(job), coding_(*job.coding), group_(job.group), data_(data), sends_(job.group) {
+  explicit Compressed(const Floats& floats)
+      : job_(floats.job),
+        coding_(*job_.coding),
+        group_(job_.group),
+        data_(floats.data),
+        sends_(job_.group) {
     const int n = group_.size();
     const int64_t block = coding_.block();
-    const int64_t blocks = (job.count + block - 1) / block;
-    std::vector<int64_t> nbytes;  // of each slice
-    int64_t all_nbytes = 0;
+    const int64_t blocks = (job_.count + block - 1) / block;
     for (int i = 0; i < n; ++i) {
       const Slice slice = slice_of(blocks, n, i);
-      const int64_t begin = std::min(slice.begin * block, job.count);
-      const int64_t end = std::min((slice.begin + slice.count) * block, job.count);
+      const int64_t begin = std::min(slice.begin * block, job_.count);
+      const int64_t end = std::min((slice.begin + slice.count) * block, job_.count);
       segments_.push_back(stretches(coding_, begin, end - begin));
-      nbytes.push_back(coding_.wire_nbytes(end - begin));
-      all_nbytes += nbytes.back();
-    }
-    const int64_t mine = nbytes[static_cast<size_t>(group_.me())];
-    char* memory = job.scratch.get(Scratch::kWire, static_cast<size_t>(2 * all_nbytes + n * mine));
-    for (const int64_t theirs : nbytes) {
-      parts_.push_back({memory, memory + theirs, memory + 2 * theirs});
-      memory += 2 * theirs + mine;
+      nbytes_.push_back(coding_.wire_nbytes(end - begin));
     }
   }
 
-  void run() {
-    const int n = group_.size(), me = group_.me();
-    std::vector<std::vector<Ticket>> parts(static_cast<size_t>(n)), results(parts);
-    for (int d = 1; d < n; ++d) {
-      const int from = group_.neighbor(-d);
-      parts[from] = receive(from, segments_[me], parts_[from].taken);
+  size_t scratch_nbytes() const {
+    int64_t sum = 0;
+    for (const int64_t theirs : nbytes_) sum += 2 * theirs + mine_nbytes();
+    return static_cast<size_t>(sum);
+  }
+  void use(char* memory) {
+    for (const int64_t theirs : nbytes_) {
+      wires_.push_back({memory, memory + theirs, memory + 2 * theirs, {}, {}});
+      memory += 2 * theirs + mine_nbytes();
     }
-    for (int d = 1; d < n; ++d) {
+  }
+
+  void expect_parts() {
+    for (int d = 1; d < group_.size(); ++d) {
       const int from = group_.neighbor(-d);
-      results[from] = receive(from, segments_[from], parts_[from].result);
+      wires_[from].parts = receive(from, segments_[group_.me()], wires_[from].taken);
     }
-    // By turns, so that every slice's first segments are complete early: where a rank comes late,
-    // results of all slices flow while it still sends.
+  }
+
+  void expect_results() {
+    for (int d = 1; d < group_.size(); ++d) {
+      const int from = group_.neighbor(-d);
+      wires_[from].results = receive(from, segments_[from], wires_[from].result);
+    }
+  }
+
+  // By turns, so that every slice's first segments are complete early: where a rank comes late,
+  // results of all slices flow while it still sends.
+  void offer_all() {
     size_t most = 0;  // a shorter slice may be cut into more
     for (const auto& segments : segments_) most = std::max(most, segments.size());
     for (size_t number = 0; number < most; ++number)
-      for (int d = 1; d <= n; ++d) offer(group_.neighbor(d), number);
-    for (size_t number = 0; number < segments_[me].size(); ++number) {
-      for (int d = 1; d < n; ++d) group_.wait(parts[group_.neighbor(-d)][number]);
-      reduce(segments_[me][number]);
-    }
-    for (int d = 1; d < n; ++d) {
-      const int from = group_.neighbor(-d);
-      auto ticket = results[from].begin();
-      for (const Stretch& segment : segments_[from]) {
-        group_.wait(*ticket++);
-        take(segment, parts_[from].result + segment.at);
-      }
-    }
-    sends_.wait();
+      for (int d = 1; d <= group_.size(); ++d) offer(group_.neighbor(d), number);
   }
 
+  void reduce_all() {
+    const auto& mine = segments_[group_.me()];
+    for (size_t number = 0; number < mine.size(); ++number) {
+      for (int d = 1; d < group_.size(); ++d)
+        group_.wait(wires_[group_.neighbor(-d)].parts[number]);
+      reduce(mine[number]);
+    }
+  }
+
+  void take_all() {
+    for (int d = 1; d < group_.size(); ++d) {
+      const int from = group_.neighbor(-d);
+      auto ticket = wires_[from].results.begin();
+      for (const Stretch& segment : segments_[from]) {
+        group_.wait(*ticket++);
+        take(segment, wires_[from].result + segment.at);
+      }
+    }
+  }
+
+  void part() { sends_.wait(); }
+
  private:
-  // Memory for what travels between this rank and another one, or stays here.
+  // What travels between this rank and another one, or stays here.
   struct Wires {
-    char* given;   // my part of their slice
-    char* result;  // their slice, when it is final
-    char* taken;   // their part of my slice
+    char* given;                         // my part of their slice
+    char* result;                        // their slice, when it is final
+    char* taken;                         // their part of my slice
+    std::vector<Ticket> parts, results;  // of what is taken, by segment
   };
+
+  int64_t mine_nbytes() const { return nbytes_[static_cast<size_t>(group_.me())]; }
 
   std::vector<Ticket> receive(int from, const std::vector<Stretch>& segments, char* wire) {
     std::vector<Ticket> tickets;
@@ -92,18 +116,18 @@ class Compressed {
     const Stretch& segment = segments_[i][number];
     if (job_.prepare) job_.prepare(segment.begin, segment.count);
     const CodecTime time(group_);
-    char* wire = (mine ? parts_[i].taken : parts_[i].given) + segment.at;
+    char* wire = (mine ? wires_[i].taken : wires_[i].given) + segment.at;
     encode(job_, data_, job_.kept[0], segment, wire);
     if (!mine) sends_.add(group_.send(i, wire, static_cast<size_t>(segment.nbytes)));
   }
 
   // Everyone's part of my slice is here: adds up a segment of it and sends it.
   void reduce(const Stretch& segment) {
-    char* const result = parts_[group_.me()].result + segment.at;
+    char* const result = wires_[group_.me()].result + segment.at;
     for (const Stretch& tile : stretches(coding_, segment.begin, segment.count, kTile)) {
       const CodecTime time(group_);
       std::vector<const char*> said;
-      for (const Wires& wires : parts_) said.push_back(wires.taken + segment.at + tile.at);
+      for (const Wires& wires : wires_) said.push_back(wires.taken + segment.at + tile.at);
       coding_.add_up(said, job_.finish, tile.count, data_ + tile.begin);
       encode(job_, data_, job_.kept[1], tile, result + tile.at);
       coding_.decode(result + tile.at, tile.count, data_ + tile.begin);
@@ -129,13 +153,24 @@ class Compressed {
   float* const data_;
   Flight sends_;
   std::vector<std::vector<Stretch>> segments_;  // of each rank's slice
-  std::vector<Wires> parts_;
+  std::vector<int64_t> nbytes_;                 // the same, encoded
+  std::vector<Wires> wires_;                    // by rank
 };
 
 }  // namespace
 
-void compressed(Job& job) {
-  on_floats(job, [](Job& job, float* data) { Compressed(job, data).run(); });
+void compressed(const Jobs& jobs) {
+  on_floats(jobs, [&](const std::vector<Floats>& all) {
+    std::deque<Compressed> each(all.begin(), all.end());
+    share_out(jobs[0]->scratch, Scratch::kWire, each);
+    // What is expected of a rank is in the order in which it sends.
+    for (Compressed& one : each) one.expect_parts();
+    for (Compressed& one : each) one.expect_results();
+    for (Compressed& one : each) one.offer_all();
+    for (Compressed& one : each) one.reduce_all();
+    for (Compressed& one : each) one.take_all();
+    for (Compressed& one : each) one.part();
+  });
 }
 
 }  // namespace bagua

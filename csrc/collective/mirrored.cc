@@ -5,8 +5,8 @@
 // so that l always is the left neighbor's w, bit by bit, if both began alike. Of two ranks either
 // is both neighbors of the other. Where ranks stand for more than themselves, a neighbor that
 // stands for fewer counts by so much less, and the mean over all stays what it is. This rank's own
-// values are final before anything has arrived. Steps: 1. Bytes sent per rank: N for each neighbor,
-// in the codec's bytes.
+// values are final before anything has arrived, also of several jobs. Steps: 1. Bytes sent per
+// rank: N for each neighbor, in the codec's bytes.
 #include <algorithm>
 #include <vector>
 
@@ -32,57 +32,92 @@ void difference(const float* x, const Job& job, int64_t at, int64_t n, float* z)
     z[i] = x[i] * share + left * l[i] / 3.0f + right * r[i] / 3.0f - own * w[i];
 }
 
+class Mirrored {
+ public:
+  explicit Mirrored(Job& job)
+      : job_(job),
+        group_(job.group),
+        coding_(*job.coding),
+        left_(group_.neighbor(-1)),
+        right_(group_.neighbor(1)),
+        segments_(stretches(coding_, 0, job.count)),
+        sends_(group_) {}
+
+  size_t scratch_nbytes() const { return static_cast<size_t>(3 * wire_nbytes()); }
+  void use(char* memory) {
+    mine_ = memory;
+    from_left_ = mine_ + wire_nbytes();
+    from_right_ = left_ == right_ ? from_left_ : from_left_ + wire_nbytes();
+  }
+
+  void expect() {
+    for (const Stretch& segment : segments_) {
+      const auto n = static_cast<size_t>(segment.nbytes);
+      coming_.push_back(group_.recv(left_, from_left_ + segment.at, n));
+      if (left_ != right_) coming_.push_back(group_.recv(right_, from_right_ + segment.at, n));
+    }
+  }
+
+  void move() {
+    auto* x = reinterpret_cast<float*>(job_.data);
+    for (const Stretch& segment : segments_) {
+      if (job_.prepare) job_.prepare(segment.begin, segment.count);
+      char* wire = mine_ + segment.at;
+      for (const Stretch& part : stretches(coding_, segment.begin, segment.count, kPart)) {
+        const CodecTime time(group_);
+        float z[kPart] = {};
+        if (!rests()) difference(x + part.begin, job_, part.begin, part.count, z);
+        coding_.encode(z, part.count, wire + part.at);
+        if (rests()) continue;
+        coding_.decode_add(wire + part.at, part.count, job_.kept[0] + part.begin);
+        std::copy_n(job_.kept[0] + part.begin, part.count, x + part.begin);
+      }
+      const auto nbytes = static_cast<size_t>(segment.nbytes);
+      group_.touch(nbytes + static_cast<size_t>(segment.count) * 4 * sizeof(float));
+      sends_.add(group_.send(left_, wire, nbytes));
+      if (left_ != right_) sends_.add(group_.send(right_, wire, nbytes));
+      if (job_.arrived) job_.arrived(segment.begin, segment.count);
+    }
+  }
+
+  void hear() {
+    auto ticket = coming_.begin();
+    for (const Stretch& segment : segments_) {
+      group_.wait(*ticket++);
+      if (left_ != right_) group_.wait(*ticket++);
+      if (rests()) continue;
+      const CodecTime time(group_);
+      coding_.decode_add(from_left_ + segment.at, segment.count, job_.kept[1] + segment.begin);
+      coding_.decode_add(from_right_ + segment.at, segment.count, job_.kept[2] + segment.begin);
+    }
+    sends_.wait();
+  }
+
+ private:
+  int64_t wire_nbytes() const { return coding_.wire_nbytes(job_.count); }
+  // A rank that has joined tells that it did not move, and keeps no copies.
+  bool rests() const { return job_.kept[0] == nullptr; }
+
+  Job& job_;
+  Group& group_;
+  const Coding& coding_;
+  const int left_, right_;
+  const std::vector<Stretch> segments_;
+  char *mine_ = nullptr, *from_left_ = nullptr, *from_right_ = nullptr;
+  std::vector<Ticket> coming_;
+  Flight sends_;
+};
+
 }  // namespace
 
-void mirrored(Job& job) {
-  Group& group = job.group;
-  const Coding& coding = *job.coding;
-  auto* x = reinterpret_cast<float*>(job.data);
-  const int left = group.neighbor(-1), right = group.neighbor(1);
-  // A rank that has joined tells that it did not move, and keeps no copies.
-  const bool rests = job.kept[0] == nullptr;
-  const int64_t wire_nbytes = coding.wire_nbytes(job.count);
-  char* mine = job.scratch.get(Scratch::kWire, static_cast<size_t>(3 * wire_nbytes));
-  char* from_left = mine + wire_nbytes;
-  char* from_right = left == right ? from_left : from_left + wire_nbytes;
-
-  const std::vector<Stretch> segments = stretches(coding, 0, job.count);
-  std::vector<Ticket> coming;
-  for (const Stretch& segment : segments) {
-    const auto nbytes = static_cast<size_t>(segment.nbytes);
-    coming.push_back(group.recv(left, from_left + segment.at, nbytes));
-    if (left != right) coming.push_back(group.recv(right, from_right + segment.at, nbytes));
-  }
-  Flight going(group);
-  for (const Stretch& segment : segments) {
-    if (job.prepare) job.prepare(segment.begin, segment.count);
-    char* wire = mine + segment.at;
-    for (const Stretch& part : stretches(coding, segment.begin, segment.count, kPart)) {
-      const CodecTime time(group);
-      float z[kPart] = {};
-      if (!rests) difference(x + part.begin, job, part.begin, part.count, z);
-      coding.encode(z, part.count, wire + part.at);
-      if (rests) continue;
-      coding.decode_add(wire + part.at, part.count, job.kept[0] + part.begin);
-      std::copy_n(job.kept[0] + part.begin, part.count, x + part.begin);
-    }
-    const auto nbytes = static_cast<size_t>(segment.nbytes);
-    group.touch(nbytes + static_cast<size_t>(segment.count) * 4 * sizeof(float));
-    going.add(group.send(left, wire, nbytes));
-    if (left != right) going.add(group.send(right, wire, nbytes));
-    if (job.arrived) job.arrived(segment.begin, segment.count);
-  }
-  if (job.values_final) job.values_final();
-  auto ticket = coming.begin();
-  for (const Stretch& segment : segments) {
-    group.wait(*ticket++);
-    if (left != right) group.wait(*ticket++);
-    if (rests) continue;
-    const CodecTime time(group);
-    coding.decode_add(from_left + segment.at, segment.count, job.kept[1] + segment.begin);
-    coding.decode_add(from_right + segment.at, segment.count, job.kept[2] + segment.begin);
-  }
-  going.wait();
+void mirrored(const Jobs& jobs) {
+  std::deque<Mirrored> each;
+  for (Job* job : jobs) each.emplace_back(*job);
+  share_out(jobs[0]->scratch, Scratch::kWire, each);
+  for (Mirrored& one : each) one.expect();
+  for (Mirrored& one : each) one.move();
+  if (jobs.back()->values_final) jobs.back()->values_final();
+  for (Mirrored& one : each) one.hear();
 }
 
 }  // namespace bagua

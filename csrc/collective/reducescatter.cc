@@ -7,7 +7,12 @@ namespace bagua {
 void reducescatter(Job& job) {
   std::vector<int64_t> begins(job.in_counts.size());
   for (size_t i = 1; i < begins.size(); ++i) begins[i] = begins[i - 1] + job.in_counts[i - 1];
-  reduce_slices(job, {job.in, begins, job.in_counts, job.out}, [](int64_t, int64_t) {});
+  SliceReducer mine(job, {job.in, begins, job.in_counts, job.out}, /*whole=*/false);
+  mine.use(job.scratch.get(Scratch::kReceive, mine.scratch_nbytes()));
+  mine.expect();
+  mine.offer();
+  mine.reduce([](int64_t, int64_t) {});
+  mine.part();
 }
 
 }  // namespace bagua

@@ -1,53 +1,94 @@
 // Allreduce in two halves: rank i reduces slice i of everyone, then sends it to everyone.
 // Steps: 2. Bytes sent per rank: 2 * (n-1)/n * N, as few as any allreduce can do. The sum is formed
-// once, in rank order, in one place: all ranks end with the same bits, 16-bit floats round once.
+// once, in rank order, in one place: all ranks end with the same bits, 16-bit floats round once. Of
+// several jobs all slices leave before the first result is due.
 #include <algorithm>
 
 #include "collective/slices.h"
 
 namespace bagua {
+namespace {
 
-void scatter_reduce(Job& job) {
-  Group& group = job.group;
-  const int n = group.size();
-  const int64_t item = static_cast<int64_t>(job.item());
-  std::vector<int64_t> begins(static_cast<size_t>(n)), counts(static_cast<size_t>(n));
-  for (int i = 0; i < n; ++i) {
-    const Slice slice = slice_of(job.count, n, i);
-    begins[i] = slice.begin;
-    counts[i] = slice.count;
+Slices slices_of(const Job& job) {
+  Slices slices{job.data, {}, {}, nullptr};
+  for (int i = 0; i < job.group.size(); ++i) {
+    const Slice slice = slice_of(job.count, job.group.size(), i);
+    slices.begins.push_back(slice.begin);
+    slices.counts.push_back(slice.count);
+  }
+  slices.out = job.data + slices.begins[job.group.me()] * static_cast<int64_t>(job.item());
+  return slices;
+}
+
+class ScatterReduce {
+ public:
+  ScatterReduce(Job& job, bool whole)
+      : job_(job),
+        group_(job.group),
+        slices_(slices_of(job)),
+        first_half_(job, slices_, whole),
+        shares_(job.group) {}
+
+  size_t scratch_nbytes() const { return first_half_.scratch_nbytes(); }
+  void use(char* scratch) { first_half_.use(scratch); }
+  void expect() { first_half_.expect(); }
+  void offer() { first_half_.offer(); }
+
+  void reduce_and_share() {
+    const auto item = static_cast<int64_t>(job_.item());
+    first_half_.reduce([&](int64_t at, int64_t count) {
+      for (int d = 1; d < group_.size(); ++d)
+        shares_.add(group_.send(group_.neighbor(d), slices_.out + at * item,
+                                static_cast<size_t>(count * item)));
+      if (job_.arrived) job_.arrived(slices_.begins[group_.me()] + at, count);
+    });
+    first_half_.part();
+    // Others' slices come to where my part of them has left from.
+    const int64_t step = segment_count(job_);
+    for (int d = 1; d < group_.size(); ++d) {
+      const int from = group_.neighbor(-d);
+      for (int64_t at = 0; at < slices_.counts[from]; at += step) {
+        const int64_t begin = slices_.begins[from] + at;
+        const int64_t count = std::min(step, slices_.counts[from] - at);
+        arrivals_.push_back(
+            {group_.recv(from, job_.data + begin * item, static_cast<size_t>(count * item)), begin,
+             count});
+      }
+    }
   }
 
-  Flight shares(group);
-  char* mine = job.data + begins[group.me()] * item;
-  const auto share = [&](int64_t at, int64_t count) {
-    for (int d = 1; d < n; ++d)
-      shares.add(
-          group.send(group.neighbor(d), mine + at * item, static_cast<size_t>(count * item)));
-    if (job.arrived) job.arrived(begins[group.me()] + at, count);
-  };
-  reduce_slices(job, {job.data, begins, counts, mine}, share);
+  void take() {
+    for (const Arrival& arrival : arrivals_) {
+      group_.wait(arrival.ticket);
+      if (job_.arrived) job_.arrived(arrival.begin, arrival.count);
+    }
+    shares_.wait();
+  }
 
+ private:
   struct Arrival {
     Ticket ticket;
     int64_t begin, count;
   };
-  std::vector<Arrival> arrivals;
-  const int64_t step = segment_count(job);
-  for (int d = 1; d < n; ++d) {
-    const int from = group.neighbor(-d);
-    for (int64_t at = 0; at < counts[from]; at += step) {
-      const int64_t begin = begins[from] + at, count = std::min(step, counts[from] - at);
-      arrivals.push_back(
-          {group.recv(from, job.data + begin * item, static_cast<size_t>(count * item)), begin,
-           count});
-    }
-  }
-  for (const Arrival& arrival : arrivals) {
-    group.wait(arrival.ticket);
-    if (job.arrived) job.arrived(arrival.begin, arrival.count);
-  }
-  shares.wait();
+
+  Job& job_;
+  Group& group_;
+  const Slices slices_;
+  SliceReducer first_half_;
+  Flight shares_;
+  std::vector<Arrival> arrivals_;
+};
+
+}  // namespace
+
+void scatter_reduce(const Jobs& jobs) {
+  std::deque<ScatterReduce> each;
+  for (Job* job : jobs) each.emplace_back(*job, /*whole=*/jobs.size() > 1);
+  share_out(jobs[0]->scratch, Scratch::kReceive, each);
+  for (ScatterReduce& one : each) one.expect();
+  for (ScatterReduce& one : each) one.offer();
+  for (ScatterReduce& one : each) one.reduce_and_share();
+  for (ScatterReduce& one : each) one.take();
 }
 
 }  // namespace bagua

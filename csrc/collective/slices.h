@@ -3,28 +3,57 @@
 #pragma once
 
 #include <functional>
+#include <vector>
 
 #include "collective/collective.h"
+#include "common/memory.h"
 
 namespace bagua {
 
 // Slice i of `in` starts at element begins[i] and has counts[i] elements; rank i reduces it, in
-// rank order, into `out` (which may be its place inside `in`), one segment at a time.
-// `reduced(begin, count)` is called after each segment, in elements relative to the slice.
-// The data being sent may be overwritten once this returns.
+// rank order, into `out` (which may be its place inside `in`).
 struct Slices {
   const char* in;
-  const std::vector<int64_t>& begins;
-  const std::vector<int64_t>& counts;
+  std::vector<int64_t> begins;
+  std::vector<int64_t> counts;
   char* out;
 };
-void reduce_slices(Job& job, const Slices& slices,
-                   const std::function<void(int64_t, int64_t)>& reduced);
 
-// Receives into scratch are posted for so many bytes ahead. What arrives before it is waited for
-// costs MPI memory and copies, and who sends nothing unasked queues its questions behind the data:
-// with more than that under way, links of 1 Gbit/s were idle for a third of the time.
-constexpr size_t kAheadNbytes = 64 << 20;
+// One such reduction; several may be under way, each of them called for the same things in one
+// order on all ranks.
+class SliceReducer {
+ public:
+  // `whole`: everything is received ahead.
+  SliceReducer(Job& job, Slices slices, bool whole);
+
+  size_t scratch_nbytes() const {
+    return whole_lines(stride_ * static_cast<size_t>(depth_ * peers_));
+  }
+  void use(char* scratch) { memory_ = scratch; }
+  void expect();
+  void offer();
+  // Calls reduced(begin, count) after each segment, in elements relative to the slice.
+  void reduce(const std::function<void(int64_t, int64_t)>& reduced);
+  // The data that was offered may be overwritten once this returns.
+  void part() { sends_.wait(); }
+
+ private:
+  void post(int64_t segment);
+  size_t index(int64_t segment, int p) const {
+    return static_cast<size_t>(segment % depth_ * peers_ + p);
+  }
+
+  Job& job_;
+  const Slices slices_;
+  const int64_t count_;  // of my slice
+  const int64_t step_;   // elements of a segment
+  const size_t stride_;
+  const int peers_;
+  const int64_t depth_;  // segments that are received ahead
+  char* memory_ = nullptr;
+  std::vector<Ticket> tickets_;
+  Flight sends_;
+};
 
 // A segment is what travels and is reduced at a time: small enough to stay in a core's cache.
 constexpr size_t kSegmentNbytes = 512 << 10;

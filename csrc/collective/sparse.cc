@@ -1,7 +1,8 @@
 // Allreduce of floats through a codec that keeps few of them: everyone gets everyone's wire bytes
 // and adds up in rank order what they say. Nothing is encoded twice, so nothing is lost of the sum.
-// Steps: 1. Bytes sent per rank: (n-1) * N, in the codec's bytes. Where an exact allreduce of all
-// values takes fewer, what the codec keeps goes that way.
+// Of several jobs everything that goes like that leaves before the first sum. Steps: 1. Bytes sent
+// per rank: (n-1) * N, in the codec's bytes. Where an exact allreduce of all values takes fewer,
+// what the codec keeps goes that way.
 #include "codec/codec.h"
 #include "collective/coded.h"
 #include "kernel/stream.h"
@@ -9,51 +10,80 @@
 namespace bagua {
 namespace {
 
-void gather(Job& job, float* data, const std::vector<Stretch>& segments, int64_t nbytes) {
-  Group& group = job.group;
-  const int n = group.size();
-  char* wires = job.scratch.get(Scratch::kWire, static_cast<size_t>(n * nbytes));
-  std::vector<Ticket> arrivals;
-  for (const Stretch& segment : segments)
-    for (int d = 1; d < n; ++d) {
-      const int from = group.neighbor(-d);
-      arrivals.push_back(group.recv(from, wires + from * nbytes + segment.at,
-                                    static_cast<size_t>(segment.nbytes)));
-    }
-  Flight sends(group);
-  for (const Stretch& segment : segments) {
-    if (job.prepare) job.prepare(segment.begin, segment.count);
-    char* mine = wires + group.me() * nbytes + segment.at;
-    {
-      const CodecTime time(group);
-      encode(job, data, job.kept[0], segment, mine);
-    }
-    for (int d = 1; d < n; ++d)
-      sends.add(group.send(group.neighbor(d), mine, static_cast<size_t>(segment.nbytes)));
-  }
-  // Of a large result a tile is added up in the caches, and copied past them.
-  const bool past = job.leaves && job.nbytes() >= kStreamNbytes;
-  char* const memory = past ? job.scratch.get(Scratch::kWide, kTile * sizeof(float)) : nullptr;
-  auto* const sum = reinterpret_cast<float*>(memory);
-  auto arrival = arrivals.begin();
-  for (const Stretch& segment : segments) {
-    for (int d = 1; d < n; ++d) group.wait(*arrival++);
-    for (const Stretch& tile : stretches(*job.coding, segment.begin, segment.count, kTile)) {
-      const CodecTime time(group);
-      std::vector<const char*> said;
-      for (int i = 0; i < n; ++i) said.push_back(wires + i * nbytes + segment.at + tile.at);
-      float* const out = data + tile.begin;
-      job.coding->add_up(said, job.finish, tile.count, past ? sum : out);
-      if (past) stream_copy(out, sum, static_cast<size_t>(tile.count) * sizeof(float));
-    }
-    if (past) stream_fence();
-    group.touch(static_cast<size_t>(segment.count * 4));
-    if (job.arrived) job.arrived(segment.begin, segment.count);
-  }
-  sends.wait();
-}
+class Gather {
+ public:
+  Gather(const Floats& floats, std::vector<Stretch> segments)
+      : job_(floats.job),
+        group_(job_.group),
+        data_(floats.data),
+        segments_(std::move(segments)),
+        nbytes_(segments_.back().at + segments_.back().nbytes),
+        sends_(job_.group) {}
 
-void densely(Job& job, float* data, const std::vector<Stretch>& segments, int64_t nbytes) {
+  size_t scratch_nbytes() const { return static_cast<size_t>(group_.size() * nbytes_); }
+  void use(char* memory) { wires_ = memory; }
+
+  void expect_all() {
+    for (const Stretch& segment : segments_)
+      for (int d = 1; d < group_.size(); ++d) {
+        const int from = group_.neighbor(-d);
+        arrivals_.push_back(
+            group_.recv(from, wire(from, segment), static_cast<size_t>(segment.nbytes)));
+      }
+  }
+
+  void offer_all() {
+    for (const Stretch& segment : segments_) {
+      if (job_.prepare) job_.prepare(segment.begin, segment.count);
+      char* mine = wire(group_.me(), segment);
+      {
+        const CodecTime time(group_);
+        encode(job_, data_, job_.kept[0], segment, mine);
+      }
+      for (int d = 1; d < group_.size(); ++d)
+        sends_.add(group_.send(group_.neighbor(d), mine, static_cast<size_t>(segment.nbytes)));
+    }
+  }
+
+  // Of a large result a tile is added up in the caches, and copied past them.
+  void add_up_all(float* tile_sum) {
+    const bool past = job_.leaves && job_.nbytes() >= kStreamNbytes;
+    auto arrival = arrivals_.begin();
+    for (const Stretch& segment : segments_) {
+      for (int d = 1; d < group_.size(); ++d) group_.wait(*arrival++);
+      for (const Stretch& tile : stretches(*job_.coding, segment.begin, segment.count, kTile)) {
+        const CodecTime time(group_);
+        std::vector<const char*> said;
+        for (int i = 0; i < group_.size(); ++i) said.push_back(wire(i, segment) + tile.at);
+        float* const out = data_ + tile.begin;
+        job_.coding->add_up(said, job_.finish, tile.count, past ? tile_sum : out);
+        if (past) stream_copy(out, tile_sum, static_cast<size_t>(tile.count) * sizeof(float));
+      }
+      if (past) stream_fence();
+      group_.touch(static_cast<size_t>(segment.count * 4));
+      if (job_.arrived) job_.arrived(segment.begin, segment.count);
+    }
+  }
+
+  void part() { sends_.wait(); }
+
+ private:
+  char* wire(int rank, const Stretch& segment) const {
+    return wires_ + rank * nbytes_ + segment.at;
+  }
+
+  Job& job_;
+  Group& group_;
+  float* const data_;
+  const std::vector<Stretch> segments_;
+  const int64_t nbytes_;  // of one rank's wire
+  char* wires_ = nullptr;
+  std::vector<Ticket> arrivals_;
+  Flight sends_;
+};
+
+void densely(const Floats& floats, const std::vector<Stretch>& segments, int64_t nbytes) {
+  auto& [job, data] = floats;
   char* wire = job.scratch.get(Scratch::kWire, static_cast<size_t>(nbytes));
   for (const Stretch& segment : segments) {
     if (job.prepare) job.prepare(segment.begin, segment.count);
@@ -72,12 +102,25 @@ void densely(Job& job, float* data, const std::vector<Stretch>& segments, int64_
 
 }  // namespace
 
-void sparse(Job& job) {
-  on_floats(job, [](Job& job, float* data) {
-    const std::vector<Stretch> segments = stretches(*job.coding, 0, job.count);
-    const int64_t nbytes = segments.back().at + segments.back().nbytes;
-    const bool dense = job.group.size() * nbytes > 2 * 4 * job.count;
-    (dense ? densely : gather)(job, data, segments, nbytes);
+void sparse(const Jobs& jobs) {
+  on_floats(jobs, [&](const std::vector<Floats>& all) {
+    std::deque<Gather> each;
+    for (const Floats& floats : all) {
+      const Job& job = floats.job;
+      std::vector<Stretch> segments = stretches(*job.coding, 0, job.count);
+      const int64_t wire = segments.back().at + segments.back().nbytes;
+      if (job.group.size() * wire > 2 * 4 * job.count) {
+        densely(floats, segments, wire);
+      } else {
+        each.emplace_back(floats, std::move(segments));
+      }
+    }
+    auto* const tile_sum = reinterpret_cast<float*>(
+        share_out(jobs[0]->scratch, Scratch::kWire, each, kTile * sizeof(float)));
+    for (Gather& one : each) one.expect_all();
+    for (Gather& one : each) one.offer_all();
+    for (Gather& one : each) one.add_up_all(tile_sum);
+    for (Gather& one : each) one.part();
   });
 }
 

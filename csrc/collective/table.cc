@@ -72,6 +72,11 @@ bool mirrored_can(const Job& job) {
 }
 bool gather_fits(const Job& job) { return is_elementwise(job) && is_fastest("gather_reduce", job); }
 
+template <void (*run_all)(const Jobs&)>
+void one(Job& job) {
+  run_all({&job});
+}
+
 }  // namespace
 
 const std::vector<Collective>& collectives() {
@@ -79,14 +84,17 @@ const std::vector<Collective>& collectives() {
       {"adasum", OpKind::kAllreduce, is_adasum, is_adasum, adasum},
       {"shared", OpKind::kAllreduce, exact_here, exact_here, shared, false, true},
       {"hierarchical", OpKind::kAllreduce, hierarchical_fits, hierarchical_can, hierarchical},
-      {"sparse", OpKind::kAllreduce, sparse_can, sparse_can, sparse, true},
-      {"compressed", OpKind::kAllreduce, compressed_can, compressed_can, compressed, true},
+      {"sparse", OpKind::kAllreduce, sparse_can, sparse_can, one<sparse>, true, false, sparse},
+      {"compressed", OpKind::kAllreduce, compressed_can, compressed_can, one<compressed>, true,
+       false, compressed},
       {"neighbors", OpKind::kAllreduce, neighbors_can, neighbors_can, neighbors, true},
-      {"mirrored", OpKind::kAllreduce, mirrored_can, mirrored_can, mirrored, true},
+      {"mirrored", OpKind::kAllreduce, mirrored_can, mirrored_can, one<mirrored>, true, false,
+       mirrored},
       {"gather_reduce", OpKind::kAllreduce, gather_fits, is_elementwise, gather_reduce},
       {"ring", OpKind::kAllreduce, ring_fits, ring_can, ring, true},
       {"halving", OpKind::kAllreduce, halving_fits, ring_can, halving, true},
-      {"scatter_reduce", OpKind::kAllreduce, is_elementwise, is_elementwise, scatter_reduce, true},
+      {"scatter_reduce", OpKind::kAllreduce, is_elementwise, is_elementwise, one<scatter_reduce>,
+       true, false, scatter_reduce},
       {"shared_broadcast", OpKind::kBroadcast, on_one_node, on_one_node, shared_broadcast},
       {"broadcast", OpKind::kBroadcast, always, always, broadcast},
       {"shared_allgather", OpKind::kAllgather, on_one_node, on_one_node, shared_allgather},

@@ -58,9 +58,10 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
   description_.on_device = device != nullptr;
   const auto item = static_cast<int64_t>(dtype_nbytes(dtype));
   const bool adasum = description_.op == ReduceOp::kAdasum;  // weighs every tensor by itself
-  const bool anywhere =
-      !device && !adasum && description_.peers.empty() && engine_->exchanges_anywhere(set);
-  movable_ = anywhere && description_.codec.empty();
+  const bool coded = !description_.codec.empty();
+  const bool anywhere = !device && !adasum && (description_.peers.empty() || coded) &&
+                        engine_->exchanges_anywhere(set);
+  movable_ = anywhere && !coded;
   std::vector<int> alone;
   for (size_t i = 0; i < counts_.size(); ++i) {
     const bool large = anywhere && counts_[i] * item >= kLoneNbytes;

@@ -3,23 +3,13 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <list>
 
 #include "common/memory.h"
+#include "engine/stretches.h"
 
 namespace bagua {
 namespace {
-
-struct Tensor {
-  DType dtype;
-  const char* in;
-  char* out;
-  int64_t count;
-  const std::vector<Fragment>* fragments;  // null if it is in one place
-  Kept kept;                               // of its first value
-  size_t nbytes() const { return static_cast<size_t>(count) * dtype_nbytes(dtype); }
-};
-
-bool lone(const Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()) >= kLoneNbytes; }
 
 int member_of(const std::vector<int>& ranks, int rank) {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
@@ -46,7 +36,8 @@ char* allocate(Output& output, const Workbench& bench, size_t nbytes) {
   return output.data.get();
 }
 
-void run_on_host(OpKind kind, Job& job, const Workbench& bench, Staging* staging) {
+// The row that does a job, and what the job has to know for it.
+const Collective& choose(OpKind kind, Job& job, const Workbench& bench) {
   const bool named = kind == OpKind::kAllreduce;
   const Collective& row =
       choose_collective(kind, job, named ? std::string_view(bench.allreduce.for_all) : "auto");
@@ -54,22 +45,43 @@ void run_on_host(OpKind kind, Job& job, const Workbench& bench, Staging* staging
   job.between_nodes = bench.allreduce.between_nodes;
   job.chosen = bench.chosen;
   job.crew = bench.crew;
+  return row;
+}
+
+char* place_of(const Job& job, const Fragment& f) {
+  return job.data + f.begin * static_cast<int64_t>(job.item());
+}
+
+// For what wants elements in one place: brings fragments there, with zeros between them.
+void gather(Job& job, char* place) {
+  job.data = place;
+  char* end = place;
+  for (const Fragment& f : job.fragments) {
+    char* begin = place_of(job, f);
+    const size_t nbytes = static_cast<size_t>(f.count) * job.item();
+    std::memset(end, 0, static_cast<size_t>(begin - end));
+    copy(job.group, begin, f.in, nbytes);
+    end = begin + nbytes;
+  }
+  std::memset(end, 0, static_cast<size_t>(place + job.nbytes() - end));
+}
+
+// And takes the results from there.
+void scatter(const Job& job) {
+  for (const Fragment& f : job.fragments)
+    copy(job.group, f.out, place_of(job, f), static_cast<size_t>(f.count) * job.item());
+}
+
+void carry_out(const Collective& row, Job& job, const Workbench& bench, Staging* staging) {
   if (staging) connect(job, row, *staging);
   if (job.fragments.empty() || row.scattered) return row.run(job);
-  const auto item = static_cast<int64_t>(job.item());
-  job.data = bench.scratch.get(Scratch::kFusion, job.nbytes());
-  int64_t end = 0;
-  for (const Fragment& f : job.fragments) {
-    std::memset(job.data + end * item, 0, static_cast<size_t>((f.begin - end) * item));
-    copy(job.group, job.data + f.begin * item, f.in, static_cast<size_t>(f.count * item));
-    end = f.begin + f.count;
-  }
-  std::memset(job.data + end * item, 0, static_cast<size_t>((job.count - end) * item));
-  const std::vector<Fragment> fragments = std::move(job.fragments);
-  job.fragments.clear();
+  gather(job, bench.scratch.get(Scratch::kFusion, job.nbytes()));
   row.run(job);
-  for (const Fragment& f : fragments)
-    copy(job.group, f.out, job.data + f.begin * item, static_cast<size_t>(f.count * item));
+  scatter(job);
+}
+
+void run_on_host(OpKind kind, Job& job, const Workbench& bench, Staging* staging) {
+  carry_out(choose(kind, job, bench), job, bench, staging);
 }
 
 void run(OpKind kind, Job& job, const Workbench& bench) {
@@ -77,112 +89,44 @@ void run(OpKind kind, Job& job, const Workbench& bench) {
   run_on_host(kind, job, bench, bench.staging);
 }
 
-// Non-empty tensors of all requests, element types together, otherwise in order.
-std::vector<Tensor> tensors_by_dtype(const std::vector<RequestPtr>& requests) {
-  std::vector<Tensor> tensors;
-  for (const RequestPtr& request : requests) {
-    const Part* part = request->parts.data();
-    const auto* fragments = request->fragments.empty() ? nullptr : &request->fragments;
-    Kept kept = request->kept;
-    for_each_tensor(request->description, [&](DType dtype, const int64_t* dims, size_t ndim) {
-      const int64_t count = count_of(dims, ndim);
-      if (count > 0) tensors.push_back({dtype, part->in, part->out, count, fragments, kept});
-      fragments = nullptr;
-      for (float*& values : kept)
-        if (values) values += count;
-      ++part;
-    });
-  }
-  const auto by_dtype = [](const Tensor& a, const Tensor& b) { return a.dtype < b.dtype; };
-  if (!std::is_sorted(tensors.begin(), tensors.end(), by_dtype))
-    std::stable_sort(tensors.begin(), tensors.end(), by_dtype);
-  return tensors;
-}
+// Allreduces in the host's memory, one after the other; several at a time where the row can. Who
+// travels together follows from what was agreed: where this rank's fragments are does not matter.
+class Allreduces {
+ public:
+  explicit Allreduces(const Workbench& bench) : bench_(bench) {}
 
-// Calls run(job) on jobs whose data is one tensor, or fragments that hold several.
-void on_stretches(const std::vector<Tensor>& tensors, Group& group, const Workbench& bench,
-                  bool fuse, const std::function<void(Job&)>& run) {
-  for (size_t begin = 0; begin < tensors.size();) {
-    Job job{group, bench.scratch, tensors[begin].dtype};
-    job.kept = tensors[begin].kept;
-    size_t end = begin;
-    do {
-      const Tensor& t = tensors[end++];
-      if (t.fragments) {
-        for (const Fragment& f : *t.fragments)
-          job.fragments.push_back({job.count + f.begin, f.count, f.in, f.out});
-      } else {
-        job.fragments.push_back({job.count, t.count, t.in, t.out});
-      }
-      job.count += t.count;
-    } while (fuse && end < tensors.size() && tensors[end].dtype == job.dtype &&
-             !lone(tensors[begin]) && !lone(tensors[end]) &&
-             job.nbytes() + tensors[end].nbytes() <= static_cast<size_t>(bench.fusion_nbytes));
-    if (end == begin + 1 && !tensors[begin].fragments && !bench.nccl) {
-      job.fragments.clear();
-      job.data = tensors[begin].out;
-      copy(group, job.data, tensors[begin].in, job.nbytes());
+  // `place` has room for all elements of a job that is one tensor; null if it is several.
+  void add(Job& job, char* place) {
+    const Collective& row = choose(OpKind::kAllreduce, job, bench_);
+    // What tells neighbors waits for none of them.
+    const bool full = job.peers.all() && nbytes_ + job.nbytes() > kAheadNbytes;
+    if (&row != row_ || full) flush();
+    if (!row.run_all || !place) {
+      flush();
+      return carry_out(row, job, bench_, bench_.staging);
     }
-    run(job);
-    begin = end;
+    row_ = &row;
+    nbytes_ += job.nbytes();
+    Job& mine = jobs_.emplace_back(std::move(job));
+    if (!mine.data) gather(mine, place);
+    if (bench_.staging) connect(mine, row, *bench_.staging);
   }
-}
 
-// Whether what one tensor's result overwrites is another one's, too.
-bool overlap(const std::vector<Tensor>& tensors) {
-  struct Range {
-    const char* begin;
-    const char* end;
-    size_t tensor;
-  };
-  std::vector<Range> ranges;
-  ranges.reserve(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (tensors[i].fragments) continue;  // a bucket's results go to its arena
-    ranges.push_back({tensors[i].out, tensors[i].out + tensors[i].nbytes(), i});
-    if (tensors[i].in != tensors[i].out)
-      ranges.push_back({tensors[i].in, tensors[i].in + tensors[i].nbytes(), i});
+  void flush() {
+    Jobs together;
+    for (Job& job : jobs_) together.push_back(&job);
+    if (!together.empty()) row_->run_all(together);
+    for (const Job& job : jobs_) scatter(job);
+    jobs_.clear();
+    nbytes_ = 0;
   }
-  const auto before = [](const Range& a, const Range& b) { return a.begin < b.begin; };
-  if (!std::is_sorted(ranges.begin(), ranges.end(), before))
-    std::sort(ranges.begin(), ranges.end(), before);
-  for (size_t i = 1; i < ranges.size(); ++i)
-    if (ranges[i].begin < ranges[i - 1].end && ranges[i].tensor != ranges[i - 1].tensor)
-      return true;
-  return false;
-}
 
-// Tensors that share memory, in copies.
-struct Apart {
-  std::vector<std::vector<char>> on_host;  // what is read
-  struct Result {
-    char* to;
-    const char* from;
-    size_t nbytes;
-  };
-  std::vector<Result> on_device;  // what is written, for NCCL writes several at once
+ private:
+  const Workbench& bench_;
+  std::list<Job> jobs_;  // whose callbacks refer to them
+  const Collective* row_ = nullptr;
+  size_t nbytes_ = 0;
 };
-
-// Tied weights, or a tensor and its view: all are read before any is written. Which tensors make a
-// stretch does not change, since other ranks may see no overlap.
-Apart take_apart(std::vector<Tensor>& tensors, const Workbench& bench) {
-  Apart apart;
-  if (tensors.size() < 2 || !overlap(tensors)) return apart;
-  if (bench.staging) bench.staging->need();
-  for (Tensor& t : tensors) {
-    if (t.fragments) continue;
-    if (bench.nccl) {
-      char* copy = bench.nccl->borrow(t.nbytes());
-      bench.nccl->copy(copy, t.in, t.nbytes());
-      apart.on_device.push_back({t.out, copy, t.nbytes()});
-      t.in = t.out = copy;
-    } else {
-      apart.on_host.emplace_back(t.in, t.in + t.nbytes());
-      t.in = apart.on_host.back().data();
-    }
-  }
-  return apart;
-}
 
 // Scales everything, in the place where the results go.
 void scale_all(Job& job, double factor) {
@@ -212,22 +156,27 @@ void exchange_allreduce(const std::vector<RequestPtr>& requests, Group& group,
   Peers peers = parse_peers(d.peers);
   peers.round += requests[0]->round;
   std::vector<Tensor> tensors = tensors_by_dtype(requests);
-  const Apart apart = take_apart(tensors, bench);
-  on_stretches(tensors, group, bench, fuse, [&](Job& job) {
+  const std::vector<Apart> apart = take_apart(tensors, group, bench);
+  Allreduces allreduces(bench);
+  size_t laid = 0;  // tensors that are jobs of their own
+  on_stretches(tensors, group, bench, fuse, [&](Job& job, char* place) {
     job.op = d.op;
     job.finish = finish;
     job.coding = coding.codec ? &coding : nullptr;
     job.peers = peers;
     job.exact_in_nodes = d.exact_in_nodes;
     // Not of fragments: results come to them at the end.
-    if (job.data && tensors.size() == 1) job.values_final = bench.values_final;
+    if (job.data && ++laid == tensors.size() && apart.empty())
+      job.values_final = bench.values_final;
     job.leaves = job.data && job.dtype == DType::kF32 && !bench.staging;
     if (bench.staging && (!is_linear(d.op) || group.size() == 1)) bench.staging->need();
     if (!is_linear(d.op) && d.prescale != 1) scale_all(job, d.prescale);
     if (group.size() == 1 && !bench.nccl) return scale_all(job, finish.factor);
-    run(OpKind::kAllreduce, job, bench);
+    if (bench.nccl) return bench.nccl->run(OpKind::kAllreduce, job);
+    allreduces.add(job, place);
   });
-  for (const Apart::Result& r : apart.on_device) bench.nccl->copy(r.to, r.from, r.nbytes);
+  allreduces.flush();
+  put_back(apart, group, bench);
 }
 
 void exchange_broadcast(const std::vector<RequestPtr>& requests, Group& group,
@@ -238,7 +187,7 @@ void exchange_broadcast(const std::vector<RequestPtr>& requests, Group& group,
     // Only the root's input matters; the others' must not be copied over their outputs in vain.
     if (group.me() != root)
       for (Tensor& t : tensors) t.in = t.out;
-    on_stretches(tensors, group, bench, true, [&](Job& job) {
+    on_stretches(tensors, group, bench, true, [&](Job& job, char*) {
       job.root = root;
       run(OpKind::kBroadcast, job, bench);
     });

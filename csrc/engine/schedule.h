@@ -17,7 +17,7 @@ struct Candidate {
 
 // Indices of candidates, in groups that are exchanged one after the other. Higher priority goes
 // first, then the agreed order. Allreduces with equal op and scales share a group up to
-// fusion_nbytes.
+// fusion_nbytes, those of the host's tensors through one codec up to kAheadNbytes.
 std::vector<std::vector<int>> schedule(const std::vector<Candidate>& candidates,
                                        int64_t fusion_nbytes);
 

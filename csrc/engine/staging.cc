@@ -89,10 +89,7 @@ void Staging::begin(const std::vector<RequestPtr>& requests, Group& group, bool 
   }
   size_t total = 0;
   for (const Need& need : needs) total += whole_lines(need.in_nbytes) * (in_place ? 1 : 2);
-  char* room = room_for(total);
-  // The device brings nothing before it has taken what was here; nor may the host write before.
-  if (!brings || !in_place)
-    group.wait_until([&] { return device_.reached(memories_[turn_].given); });
+  char* room = room_for(total, /*host_writes_first=*/!brings || !in_place);
   for (const RequestPtr& request : requests_)
     for (const Device::Mark& start : request->starts) device_.follow(brings ? in_ : out_, start);
   for (const Need& need : needs) {
@@ -105,11 +102,13 @@ void Staging::begin(const std::vector<RequestPtr>& requests, Group& group, bool 
   }
 }
 
-// Memory from which everything has left. It may take a while to get more.
-char* Staging::room_for(size_t nbytes) {
+// Memory from which everything has left by the time that somebody writes there: the device follows
+// what it took, the host has to wait. It may take a while to get more.
+char* Staging::room_for(size_t nbytes, bool host_writes_first) {
   Memory& memory = memories_[turn_ ^= 1];
-  if (memory.nbytes < nbytes) {
-    group_->wait_until([&] { return device_.reached(memory.given); });
+  const bool grows = memory.nbytes < nbytes;
+  if (grows || host_writes_first) group_->wait_until([&] { return device_.reached(memory.given); });
+  if (grows) {
     const size_t more = std::max(nbytes, 2 * memory.nbytes);
     memory = {};  // let go before asking for more
     const auto data = arenas_ ? arenas_->allocate(more) : allocate_lines(more);

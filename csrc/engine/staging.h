@@ -56,7 +56,7 @@ class Staging {
     size_t nbytes = 0;
     Device::Mark given;  // what was in it last has left
   };
-  char* room_for(size_t nbytes);
+  char* room_for(size_t nbytes, bool host_writes_first);
   void bring(char* to, const char* from, size_t nbytes);
 
   Device& device_;

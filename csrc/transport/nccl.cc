@@ -18,7 +18,7 @@
 namespace bagua {
 namespace {
 
-constexpr std::chrono::seconds kAbort{3};
+constexpr double kAbortS = 3;
 constexpr int kOnHost = 1;  // where a scalar is, which is read at once
 
 std::optional<NcclType> type_of(DType dtype) {
@@ -139,7 +139,8 @@ bool NcclGroup::abort(const std::vector<NcclGroup*>& groups) {
     }
   }
   std::unique_lock<std::mutex> lock(left->mutex);
-  return left->changed.wait_for(lock, kAbort, [&] { return left->count == 0; });
+  return left->changed.wait_for(lock, std::chrono::duration<double>(kAbortS),
+                                [&] { return left->count == 0; });
 }
 
 void NcclGroup::end() {

@@ -87,21 +87,22 @@ TEST(Bucket, SumsItsArenaInPlace) {
 TEST(Bucket, SumsSlotsWhereTheyAre) {
   for (const int n : {1, 2, 3}) {
     LoopbackWorld world(n);
-    const std::vector<int64_t> counts = {3, 0, 20, 5000, 200000, 7};
+    const std::vector<int64_t> counts = {3, 0, 20, 5000, 200000, 7, 300001};
     world.run([&](int rank) {
       Bucket bucket(world.engines[static_cast<size_t>(rank)], "b", DType::kF32, counts, sum(), 0,
                     0);
       ASSERT_TRUE(bucket.movable());
-      std::vector<float> here[6];
+      std::vector<float> here[7];
       for (int step = 0; step < 6; ++step) {
         std::vector<Bucket::Place> places;
-        for (const int slot : {0, 2, 3, 4, 5}) {
+        for (const int slot : {0, 2, 3, 4, 5, 6}) {
           auto* data =
               reinterpret_cast<float*>(bucket.data()) + bucket.begins()[static_cast<size_t>(slot)];
           here[slot].assign(counts[static_cast<size_t>(slot)], static_cast<float>(rank + step));
-          if ((slot + step + rank) % 3) {
-            places.push_back(
-                {slot, reinterpret_cast<char*>(here[slot].data()), slot == 4 || step % 2});
+          const bool large = slot == 4 || slot == 6;
+          // One rank has all small ones in its arena now and then, as one that has joined.
+          if ((slot + step + rank) % 3 && (large || step < 3 || rank > 0)) {
+            places.push_back({slot, reinterpret_cast<char*>(here[slot].data()), large || step % 2});
           } else {
             std::copy(here[slot].begin(), here[slot].end(), data);
           }
@@ -109,7 +110,7 @@ TEST(Bucket, SumsSlotsWhereTheyAre) {
         finish(world[rank], bucket.launch(Urgency::kNow, places));
         const auto right = static_cast<float>(n * (n - 1) / 2 + n * step);
         auto place = places.begin();
-        for (const int slot : {0, 2, 3, 4, 5}) {
+        for (const int slot : {0, 2, 3, 4, 5, 6}) {
           const bool elsewhere = place != places.end() && place->slot == slot;
           const bool in_place = elsewhere && place->in_place;
           const auto* own =

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include "collective/collective.h"
+
 namespace bagua {
 namespace {
 
@@ -41,6 +43,20 @@ TEST(Schedule, UnlikeRequestsStayApart) {
                                              {&adasum, 1}, {&gather, 1}, {&barrier, 0},
                                              {&kSum, 1},   {&adasum, 1}, {&gather, 1}};
   EXPECT_EQ(schedule(candidates, 100), (Groups{{0, 6}, {1}, {2}, {3}, {4}, {5}, {7}, {8}}));
+}
+
+TEST(Schedule, WhatGoesThroughOneCodecSharesAGroupUpToALimitOfItsOwn) {
+  Description u8 = kSum, u4 = kSum, ring = kSum, near = kSum, device = kSum;
+  u8.codec = ring.codec = near.codec = device.codec = "minmax_u8";
+  u4.codec = "minmax_u4";
+  ring.peers = "ring:0:0";
+  near.exact_in_nodes = true;
+  device.on_device = true;
+  const int64_t half = int64_t{kAheadNbytes} / 2;
+  const std::vector<Candidate> candidates = {{&u8, half},  {&kSum, 1},  {&u4, 1}, {&u8, half - 1},
+                                             {&ring, 1},   {&near, 1},  {&u8, 2}, {&ring, 1},
+                                             {&device, 1}, {&device, 1}};
+  EXPECT_EQ(schedule(candidates, 100), (Groups{{0, 3}, {1}, {2}, {4}, {5}, {6}, {7}, {8}, {9}}));
 }
 
 TEST(Schedule, HigherPriorityGoesFirstAndEqualOnesKeepTheirOrder) {

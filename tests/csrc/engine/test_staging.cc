@@ -76,8 +76,8 @@ TEST(Staging, ResultsStayUntilALaggingStreamHasThem) {
       finish(world[rank], handles.back());
     }
     if (rank == 0) {
-      std::this_thread::sleep_for(
-          std::chrono::milliseconds(20));  // the other one has the last, too
+      // By then the other one has the last, too.
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
       go = true;
     }
     for (size_t i = 0; i < values.size(); ++i)

@@ -1,0 +1,41 @@
+// What the tensors of an exchange become: stretches of elements of one type, each of them a job.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "engine/exchange.h"
+
+namespace bagua {
+
+// One of a request, where it is on this rank.
+struct Tensor {
+  DType dtype;
+  const char* in;
+  char* out;
+  int64_t count;
+  const std::vector<Fragment>* fragments;  // null if it is in one place
+  Kept kept;                               // of its first value
+  size_t nbytes() const { return static_cast<size_t>(count) * dtype_nbytes(dtype); }
+};
+
+// Non-empty tensors of all requests, element types together, otherwise in order.
+std::vector<Tensor> tensors_by_dtype(const std::vector<RequestPtr>& requests);
+
+// Calls run(job, place) on jobs whose data is one tensor, or fragments that hold several. `place`
+// is where the result of a single tensor goes, also if it is fragments here; else null.
+void on_stretches(const std::vector<Tensor>& tensors, Group& group, const Workbench& bench,
+                  bool fuse, const std::function<void(Job&, char* place)>& run);
+
+// Tensors that share memory, in copies, and where their results go from there.
+struct Apart {
+  char* to;
+  const char* from;
+  size_t nbytes;
+};
+// Tied weights, or a tensor and its view: all are read before any is written, though several travel
+// at once. Which tensors make a stretch does not change, since other ranks may see no overlap.
+std::vector<Apart> take_apart(std::vector<Tensor>& tensors, Group& group, const Workbench& bench);
+void put_back(const std::vector<Apart>& apart, Group& group, const Workbench& bench);
+
+}  // namespace bagua
