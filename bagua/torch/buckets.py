@@ -89,6 +89,13 @@ class Slot:
         self.made_dense = False  # if its gradient is sparse
         self.may_be_sparse = False  # then its gradient is none of the bucket's business
 
+    def gradient(self) -> torch.Tensor | None:
+        """What backward has left, dense if it is to be."""
+        grad = self.param.grad
+        if self.made_dense and grad is not None and grad.is_sparse:
+            grad = self.param.grad = grad.to_dense()
+        return grad
+
     def enter(self, bucket: Bucket, index: int, view: torch.Tensor) -> None:
         self.bucket, self.index, self.view = bucket, index, view
         self.notice.bind(bucket.arena, index, view)
@@ -208,9 +215,7 @@ class Bucket:
         gather = core.locate if reads else core.gather
         for i in gather(self._params, self._notices):
             slot = self.slots[i]
-            grad = slot.param.grad
-            if slot.made_dense and grad is not None and grad.is_sparse:
-                grad = slot.param.grad = grad.to_dense()
+            grad = slot.gradient()
             if grad is None or (grad.is_sparse and slot.may_be_sparse):
                 slot.view.zero_()
             elif id(grad) in _flying:
@@ -320,13 +325,22 @@ def _may_be_moved(slot: Slot, grad: torch.Tensor) -> bool:
     and another optimizer may exchange the gradient, too.
     """
     return (
-        grad.dtype == slot.view.dtype
-        and grad.stride() == slot.view.stride()
-        and not grad.is_conj()
-        and not grad.is_neg()
+        in_memory_like(slot.view, grad)
         and id(grad) not in _lent
         and _owner_count(grad) == _ONE_OWNER
         and not claims.contested
+    )
+
+
+def in_memory_like(view: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether bytes mean the same in the other tensor's memory."""
+    return (
+        tensor.dtype == view.dtype
+        and tensor.device == view.device
+        and tensor.shape == view.shape
+        and tensor.stride() == view.stride()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
     )
 
 

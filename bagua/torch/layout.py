@@ -180,13 +180,10 @@ class Layout:
         """
         if self._agreed_at_first:
             return
-        slots = list(self.slots.values())
-        grads = [slot.param.grad for slot in slots]
+        slots = sorted(self.slots.values(), key=lambda slot: slot.number)
+        grads = [slot.gradient() for slot in slots]
         sparse = np.array([grad is not None and grad.is_sparse for grad in grads], np.uint8)
-        if self._sparse_as_dense:
-            sparse[:] = 0
-        in_order = sorted(slots, key=lambda slot: slot.number)
-        replicas = [(slot.name, slot.param) for slot in in_order]
+        replicas = [(slot.name, slot.param) for slot in slots]
         sample = safety.sample(replicas)
         self._agreed_at_first = True
         largest = self._agreed("first", np.concatenate([sample, sparse]), ReduceOp.Max)

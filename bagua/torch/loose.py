@@ -47,11 +47,9 @@ class Loose:
             watch("alone", [(slot.name, slot.param) for slot in self._slots.values()])
         op = self._plan.algorithm.op if self._plan.op is None else self._plan.op
         for slot in self._slots.values():
-            grad = slot.param.grad
+            grad = slot.gradient()
             name = self._name_of(slot)
             if self.wants_all:
-                if slot.made_dense and grad is not None and grad.is_sparse:
-                    grad = slot.param.grad = grad.to_dense()
                 dense = torch.zeros_like(slot.param) if grad is None else grad.detach()
                 wire, context = self._compression.compress(dense)
                 self._asked += 1

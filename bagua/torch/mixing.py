@@ -47,8 +47,7 @@ class Mixing(BetweenSteps):
             return
         land_all(self._pieces)
         for piece in self._pieces:
-            piece.copy_weights()
-            piece.launch(urgency)
+            piece.launch_weights(urgency)
         self._launched = True
         self._versions = self._count_versions()
 
@@ -63,7 +62,7 @@ class Mixing(BetweenSteps):
         else:
             land_all(self._pieces)
         for piece in self._pieces if untouched else ():
-            piece.set_weights()
+            piece.take_weights()
         if not untouched:
             warnings.warn(
                 "weights were changed while their average travelled, which is given up; with "

@@ -1,4 +1,5 @@
-"""Copies of parameters in arenas of the engine, for what is exchanged between steps."""
+"""Parameters that are exchanged between steps: copies of them in arenas of the engine, or, where
+the program waits for the result, large ones in place."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from bagua.common.errors import UsageError
 from bagua.common.kinds import Urgency
 from bagua.common.process_set import ProcessSet
 from bagua.torch.arrays import arena_of, is_on_device
-from bagua.torch.buckets import view_like
+from bagua.torch.buckets import in_memory_like, view_like
 
 Named = Sequence[tuple[str, torch.Tensor]]
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Piece:
@@ -58,6 +60,10 @@ class Piece:
         )
         self._begins = list(self._arena.begins)
         self.views = self.views_of(self.flat)
+        # What the program waits for at once is exchanged where it is, if it is large.
+        lends = exchange.mirrors and exchange.when == "step"
+        self._large = [lends and large for large in self._arena.large]
+        self._copied: Pairs = []  # this time: parameters, and where the arena has them
         self._handle: Any | None = None
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -70,19 +76,36 @@ class Piece:
     def copy_weights(self, to: Sequence[torch.Tensor] | None = None) -> None:
         torch._foreach_copy_(list(self.views if to is None else to), self.params)
 
-    def set_weights(self, values: Sequence[torch.Tensor] | None = None) -> None:
-        torch._foreach_copy_(self.params, list(self.views if values is None else values))
+    def set_weights(self, values: Sequence[torch.Tensor]) -> None:
+        torch._foreach_copy_(self.params, list(values))
 
-    def launch(self, urgency: Urgency) -> None:
+    def launch_weights(self, urgency: Urgency) -> None:
+        """Starts the exchange of what the parameters are now."""
+        self._copied, lent = [], []
+        for slot, (param, view) in enumerate(zip(self.params, self.views)):
+            if self._large[slot] and in_memory_like(view, param):
+                lent.append((slot, param.detach(), param.data_ptr()))
+            else:
+                self._copied.append((param, view))
+        _copy([(view, param) for param, view in self._copied])
+        core.note_written([param for _, param, _ in lent])  # which share the parameters' versions
+        self.launch(urgency, lent)
+
+    def take_weights(self) -> None:
+        """Makes the result the parameters."""
+        _copy(self._copied)
+
+    def launch(self, urgency: Urgency, lent: Sequence[tuple[int, torch.Tensor, int]] = ()) -> None:
+        """Starts the exchange; of these slots not of what is in the arena."""
         if self._counts_ranks:
             self.flat[self._begins[-1]] = 1
-        self._handle = core.launch(self._arena, urgency, [])
+        self._handle = core.launch_lent(self._arena, urgency, list(lent))
 
     def done(self) -> bool:
         return self._handle is None or bool(self._handle.poll())
 
     def land_values(self) -> None:
-        """Waits until the arena has the result, though the exchange may go on."""
+        """Waits until the result is there, though the exchange may go on."""
         if self._handle is None:
             return
         try:
@@ -92,7 +115,7 @@ class Piece:
             raise
 
     def land(self) -> None:
-        """Waits for the exchange, whose result is then in the arena."""
+        """Waits for the exchange, whose result is then where its values were."""
         if self._handle is None:
             return
         try:
@@ -112,6 +135,11 @@ class Piece:
 
     def refuse(self, problem: str) -> None:
         self._arena.refuse(problem)
+
+
+def _copy(pairs: Pairs) -> None:
+    if pairs:
+        torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
 
 
 def land_all(pieces: Sequence[Piece]) -> None:
@@ -157,6 +185,7 @@ def pieces_of(
         some.append((name, param))
         filling[kind] = (some, filled + more)
     done += [(kind[-1], some) for kind, (some, _) in filling.items() if some]
+    done.sort(key=lambda piece: not piece[0])  # what is exact is small, and need not wait
     plain = replace(exchange, codec="raw", error_feedback=None)
     return [
         Piece(f"{prefix}.{number}", some, plain if exact else exchange, process_set, rounds)

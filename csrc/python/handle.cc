@@ -100,6 +100,7 @@ PyObject* wait_values(PyObject* self, PyObject*) {
       wait_until([&](double slice_s, const Engine::Interrupted&) {
         return engine->wait_values(*h.handle, slice_s);
       });
+    tell_written();
     if (h.handle->done()) h.handle->rethrow();
     follow(*h.handle);
     return new_ref(Py_None);

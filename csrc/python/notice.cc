@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -231,12 +232,26 @@ PyObject* locate(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return try_all(args, count, find);
 }
 
+PyObject* start(const py::handle& of, Engine::Urgency urgency,
+                const std::vector<Bucket::Place>& places, const py::list& owners) {
+  const auto bucket = py::cast<std::shared_ptr<Bucket>>(of);
+  auto owner = places.empty() ? nullptr : keep(owners.ptr());
+  std::vector<Device::Mark> starts;
+  Device::Stream stream = nullptr;
+  if (Device* device = bucket->device()) {
+    stream = current_stream(*device);
+    starts = {device->mark(stream)};
+    bucket->part(starts[0]);
+  }
+  HandlePtr handle = bucket->launch(urgency, places, std::move(owner), std::move(starts));
+  handle->began_on(stream);
+  return make_handle(bucket->engine(), std::move(handle), Py_None);
+}
+
 // launch(bucket, urgency, notices): starts its exchange, reading each gradient where it is.
 PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     if (count != 3) throw py::type_error("launch takes 3 arguments");
-    const auto bucket = py::cast<std::shared_ptr<Bucket>>(py::handle(args[0]));
-    const auto urgency = static_cast<Engine::Urgency>(as_int(args[1]));
     std::vector<Bucket::Place> places;
     py::list owners;
     for (Py_ssize_t i = 0; i < PyList_Size(args[2]); ++i) {
@@ -245,17 +260,22 @@ PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t count) {
       places.push_back({notice.slot, notice.data, notice.lent});
       owners.append(py::handle(notice.grad));
     }
-    auto owner = places.empty() ? nullptr : keep(owners.ptr());
-    std::vector<Device::Mark> starts;
-    Device::Stream stream = nullptr;
-    if (Device* device = bucket->device()) {
-      stream = current_stream(*device);
-      starts = {device->mark(stream)};
-      bucket->part(starts[0]);
+    return start(args[0], static_cast<Engine::Urgency>(as_int(args[1])), places, owners);
+  });
+}
+
+// launch_lent(bucket, urgency, lent): the same; of (slot, tensor, address) each is exchanged there.
+PyObject* launch_lent(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    if (count != 3) throw py::type_error("launch_lent takes 3 arguments");
+    std::vector<Bucket::Place> places;
+    py::list owners;
+    for (const py::handle& item : py::cast<py::list>(args[2])) {
+      const auto [slot, owner, address] = py::cast<std::tuple<int, py::object, int64_t>>(item);
+      places.push_back({slot, reinterpret_cast<char*>(address), /*in_place=*/true});
+      owners.append(owner);
     }
-    HandlePtr handle = bucket->launch(urgency, places, std::move(owner), std::move(starts));
-    handle->began_on(stream);
-    return make_handle(bucket->engine(), std::move(handle), Py_None);
+    return start(args[0], static_cast<Engine::Urgency>(as_int(args[1])), places, owners);
   });
 }
 
@@ -296,6 +316,8 @@ PyMethodDef functions[] = {
     {"gather", as_method(gather), METH_FASTCALL, "Copies small gradients into the arena."},
     {"locate", as_method(locate), METH_FASTCALL, "Lets an exchange read gradients where they are."},
     {"launch", as_method(launch), METH_FASTCALL, "Starts the exchange of a bucket."},
+    {"launch_lent", as_method(launch_lent), METH_FASTCALL,
+     "Starts the exchange of a bucket, with large tensors where they are."},
     {"deliver", as_method(deliver), METH_FASTCALL, "Makes results the parameters' gradients."},
     {"unchanged", as_method(unchanged), METH_FASTCALL, "Whether these are still the parameters."},
     {"notice", make_notice, METH_O,

@@ -247,6 +247,65 @@ def test_low_precision_decentralized(everyone, hvd, codec, inner):
         assert torch.equal(copies, everyones[(everyone.me + 1) % n]["kept.0"][name])
 
 
+def test_large_weights_move_as_their_copies_do(everyone, hvd):
+    """They are exchanged where they are, unless ranks of a machine have to see them."""
+    n, me, steps, lr = everyone.size, everyone.me, 4, 0.1
+    algorithm = LowPrecisionDecentralized(hierarchical=False)
+    coding = coding_of(algorithm.plan(None, None, 0))
+    shapes = [(512,), (512, 300), (400, 512)]  # whole blocks, whoever comes first
+    begin = [noise(99, 0, shape) for shape in shapes]
+    params = [nn.Parameter(tensor.clone()) for tensor in begin[:2]]
+    params.append(nn.Parameter(begin[2].t().clone(memory_format=torch.preserve_format)))
+    assert not params[2].is_contiguous()
+    places = [param.data_ptr() for param in params]
+
+    own = [torch.cat([tensor.flatten() for tensor in begin]) for _ in range(n)]
+    x, left, right = ([flat.clone() for flat in own] for _ in range(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=lr), algorithm=algorithm)
+    for step in range(steps):
+        everyones = [[noise(rank, step, shape) for shape in shapes] for rank in range(n)]
+        for param, grad in zip(params, everyones[me]):
+            param.grad = grad if grad.shape == param.shape else grad.t()
+        optimizer.step()
+        for rank in range(n):
+            x[rank].add_(torch.cat([grad.flatten() for grad in everyones[rank]]), alpha=-lr)
+        if n == 1:
+            continue
+        z = [x[r] + left[r] / 3 + right[r] / 3 for r in range(n)]
+        z = [z[r] - torch.tensor(5.0) / torch.tensor(3.0) * own[r] for r in range(n)]
+        moved = [torch.from_numpy(travel(coding, flat.numpy())) for flat in z]
+        for rank in range(n):
+            own[rank] += moved[rank]
+            left[rank] += moved[(rank - 1) % n]
+            right[rank] += moved[(rank + 1) % n]
+            x[rank] = own[rank].clone()
+    flat = torch.cat([params[0].data, params[1].data.flatten(), params[2].data.t().flatten()])
+    assert torch.equal(flat, x[me])
+    assert places == [param.data_ptr() for param in params]
+
+
+def test_autograd_knows_of_large_weights_that_moved_when_the_step_ends(everyone, hvd):
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    algorithm = LowPrecisionDecentralized(hierarchical=False)
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), algorithm=algorithm)
+    inputs = torch.randn(2, 512, requires_grad=True)
+    for _ in range(3):
+        loss = model(inputs).square().mean()
+        hvd.allreduce(loss.detach())  # what is told here is of this step
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    loss = model(inputs).square().mean()
+    optimizer.zero_grad()
+    version = model[1].weight._version
+    optimizer.step()  # without gradients: what moves is what the ranks make of it
+    if everyone.size > 1:
+        assert model[1].weight._version > version
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 @pytest.mark.parametrize("inner", list(INNER))
 @pytest.mark.parametrize(
     "algorithm",

@@ -13,6 +13,8 @@ from parallel.processes import make_run_ranks
 
 from bagua.algorithms import names
 
+pytestmark = pytest.mark.slow
+
 SHAPES = [(512, 1024), (1024, 512)]
 COUNT = sum(rows * columns for rows, columns in SHAPES)
 ROUND = 4  # steps, of local_sgd and diloco
