@@ -17,6 +17,8 @@ import time
 from dataclasses import dataclass, field
 from typing import BinaryIO, Callable
 
+from bagua.launch.tracebacks import Filter, Tracebacks
+
 TAIL_LINES = 30
 STDOUT, STDERR = "stdout", "stderr"
 MPIRUN = -1  # the "rank" of what mpirun itself says
@@ -85,6 +87,7 @@ class Stream:
     prefix: Callable[[], bytes]
     on_line: Callable[[int, bytes], None]
     copy: BinaryIO | None = None
+    tracebacks: Filter = field(default_factory=lambda: Tracebacks().of(MPIRUN))
     _pending: bytes = field(default=b"", repr=False)
     _since: float = 0.0
 
@@ -106,12 +109,14 @@ class Stream:
             self.screen.live(self, _last_version(rest))
 
     def show_waiting(self) -> bool:
-        """Show an unfinished line that has waited long enough; True while one still waits."""
-        if not self._pending:
+        """Show what is unfinished and has waited long enough; True while something still waits."""
+        if not self._pending and not self.tracebacks.holds:
             return False
         if time.monotonic() - self._since < _LIVE_AFTER_S:
             return True
-        self.screen.live(self, _last_version(self._pending))
+        self._show_held()
+        if self._pending:
+            self.screen.live(self, _last_version(self._pending))
         return False
 
     def end(self) -> None:
@@ -119,11 +124,17 @@ class Stream:
         if self._pending:
             self._end_line(self._pending)
             self._pending = b""
+        self._show_held()
 
     def _end_line(self, line: bytes) -> None:
         text = _last_version(line)
-        self.screen.line(self, text)
+        for shown in self.tracebacks.pass_on(text):
+            self.screen.line(self, shown)
         self.on_line(self.rank, text)
+
+    def _show_held(self) -> None:
+        for shown in self.tracebacks.rest():
+            self.screen.line(self, shown)
 
 
 def _last_version(line: bytes) -> bytes:
@@ -149,6 +160,7 @@ class Output:
         self._streams: dict[tuple[int, str], Stream] = {}
         self._tails: dict[int, collections.deque[bytes]] = {}
         self._latest: collections.deque[int] = collections.deque(maxlen=TAIL_LINES)
+        self._tracebacks = Tracebacks()
         if folder:
             _prepare(folder, rank_count)
 
@@ -176,9 +188,11 @@ class Output:
             return
         say(self._screens[STDERR], f"bagua-run: the last output of rank {rank}:")
         screen = self._screens[STDERR]
-        stream = Stream(rank, screen, self._prefix(rank, screen), lambda *_: None)
+        prefix, tracebacks = self._prefix(rank, screen), self._tracebacks.of(rank)
+        stream = Stream(rank, screen, prefix, lambda *_: None, tracebacks=tracebacks)
         for text in tail:
-            screen.line(stream, text)
+            stream.feed(text + b"\n")
+        stream.end()
 
     def _stream(self, rank: int, name: str) -> Stream:
         if (rank, name) not in self._streams:
@@ -189,6 +203,7 @@ class Output:
                 self._prefix(rank, screen),
                 self._note_line,
                 self._open_copy(rank, name),
+                self._tracebacks.of(rank),
             )
         return self._streams[rank, name]
 

@@ -149,3 +149,58 @@ def test_a_reader_that_left_is_an_error():
     screen = Screen(write, False, colour=False)
     with pytest.raises(BrokenPipeError):
         Output(1, {STDOUT: screen, STDERR: screen}).feed(0, STDOUT, b"x\n")
+
+
+FRAMES = b'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    f()\n'
+
+
+def test_a_traceback_of_all_ranks_is_shown_once():
+    written = Written(rank_count=3)
+    for rank in (1, 0, 2):
+        written.feed(rank, FRAMES + b"ValueError: of rank %d\nand more\n" % rank, STDERR)
+    shown = [*FRAMES.splitlines(), b"ValueError: of rank 1", b"and more"]
+    expected = [b"[1] " + line for line in shown]
+    for rank in (0, 2):
+        expected.append(b"[%d] Traceback: the same as rank 1's" % rank)
+        expected += [b"[%d] ValueError: of rank %d" % (rank, rank), b"[%d] and more" % rank]
+    assert written.take().splitlines() == expected
+    written.output.show_tail(0)
+    said = b"bagua-run: the last output of rank 0:"
+    assert written.take().splitlines() == [said, *expected[-6:-3]]
+
+
+def test_tracebacks_that_differ_are_all_shown():
+    written = Written()
+    other = FRAMES.replace(b"line 3", b"line 4")
+    written.feed(0, FRAMES + b"KeyError: 1\n", STDERR)
+    written.feed(1, other + b"KeyError: 1\n", STDERR)
+    written.feed(0, FRAMES + b"KeyError: 2\n", STDERR)  # its own, once more
+    shown = [
+        (0, FRAMES + b"KeyError: 1"),
+        (1, other + b"KeyError: 1"),
+        (0, FRAMES + b"KeyError: 2"),
+    ]
+    expected = [b"[%d] " % rank + line for rank, text in shown for line in text.splitlines()]
+    assert written.take().splitlines() == expected
+
+
+def test_a_traceback_in_pieces_and_one_that_does_not_end():
+    written = Written()
+    written.feed(0, FRAMES + b"KeyError: 1\n", STDERR)
+    written.take()
+    written.feed(1, FRAMES[:50], STDERR)
+    written.feed(1, FRAMES[50:] + b"Key", STDERR)
+    written.feed(1, b"Error: 1\n", STDERR)
+    assert written.take() == b"[1] Traceback: the same as rank 0's\n[1] KeyError: 1\n"
+    written.feed(1, FRAMES, STDERR)
+    assert written.take() == b""
+    written.output.end()
+    assert written.take() == b"".join(b"[1] " + line + b"\n" for line in FRAMES.splitlines())
+
+
+def test_a_traceback_that_stops_in_the_middle_is_shown_after_a_moment():
+    written = Written()
+    written.feed(0, FRAMES, STDERR)
+    while written.output.show_waiting():
+        pass
+    assert written.take() == b"".join(b"[0] " + line + b"\n" for line in FRAMES.splitlines())

@@ -1,0 +1,48 @@
+"""Shows a traceback that several ranks print once: what matters is what is raised, and by whom."""
+
+from __future__ import annotations
+
+_BEGIN = b"Traceback (most recent call last):"
+
+
+class Tracebacks:
+    """Those that have been shown, and on which rank first."""
+
+    def __init__(self) -> None:
+        self._shown: dict[tuple[bytes, ...], int] = {}
+
+    def of(self, rank: int) -> Filter:
+        return Filter(self, rank)
+
+    def shorten(self, rank: int, frames: list[bytes]) -> list[bytes]:
+        first = self._shown.setdefault(tuple(frames), rank)
+        return frames if first == rank else [b"Traceback: the same as rank %d's" % first]
+
+
+class Filter:
+    """One stream of a rank, line by line; keeps frames back until it is clear what they end in."""
+
+    def __init__(self, tracebacks: Tracebacks, rank: int) -> None:
+        self._tracebacks, self._rank = tracebacks, rank
+        self._frames: list[bytes] = []
+
+    def pass_on(self, line: bytes) -> list[bytes]:
+        """What is to be shown now."""
+        if line == _BEGIN:
+            before, self._frames = self._frames, [line]
+            return before
+        if not self._frames:
+            return [line]
+        if line.startswith(b" "):
+            self._frames.append(line)
+            return []
+        return [*self._tracebacks.shorten(self._rank, self.rest()), line]
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._frames)
+
+    def rest(self) -> list[bytes]:
+        """What is kept back."""
+        frames, self._frames = self._frames, []
+        return frames
