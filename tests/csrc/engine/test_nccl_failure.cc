@@ -104,12 +104,16 @@ TEST(NcclFailure, CommunicatorsAreAbortedAtOnce) {
           gpu.compute(values, 1);
           gpu.exchange(engine, allreduce_of("x", values, ReduceOp::kSum, set), values);
         }
-        if (!fails) return;
-        FakeNccl::fail_next();
-        error_of<PeerError>([&] {
-          for (;;) call(engine, gpu.on_device(allreduce_of("x", values)));
-        });
       });
+      if (fails) {
+        FakeNccl::fail_next();  // now that nobody is in an exchange of its own
+        world.run([&](int, Gpu& gpu, Engine& engine) {
+          std::vector<float> values(1000);
+          error_of<PeerError>([&] {
+            for (;;) call(engine, gpu.on_device(allreduce_of("x", values)));
+          });
+        });
+      }
     }
     EXPECT_TRUE(FakeNccl::aborted_together()) << (fails ? "after an error" : "at the end");
     FakeNccl::abort_together(0);
