@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -11,9 +12,13 @@ import torch
 from benchmarks.measure import Run
 
 
-def mlp() -> torch.nn.Module:
-    """784-2048-2048-2048-10: 40 MB."""
-    sizes = (784, 2048, 2048, 2048, 10)
+def mlp(hidden: int = 3) -> torch.nn.Module:
+    """40 MB: 784-2048-2048-2048-10, or with more or fewer hidden layers, which are as wide then."""
+    weights = 784 * 2048 + 2 * 2048**2 + 2048 * 10
+    ends, inner = 784 + 10, hidden - 1
+    root = math.sqrt(ends**2 + 4 * inner * weights)
+    width = round((root - ends) / (2 * inner) if inner else weights / ends)
+    sizes = (784, *[width] * hidden, 10)
     layers: list[torch.nn.Module] = []
     for fan_in, fan_out in zip(sizes, sizes[1:]):
         layers += [torch.nn.Linear(fan_in, fan_out), torch.nn.ReLU()]

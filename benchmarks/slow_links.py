@@ -2,13 +2,14 @@
 
     python -m benchmarks.slow_links --hosts 4 --rate 1gbit
 
-Hosts are network namespaces (hosts.py) of one rank each; the model is the MLP of 40 MB, batch 64.
-Every system has a model of its own and takes turns of a few steps, in every round of one run. Some
-exchange in some steps only, or whenever there is time: their turns are longer, a multiple of their
-period, and count as a whole; beside it is the median of their single steps. A step's cost is that
-of the slowest rank, its bytes are those that the busiest host's interface sent, and codec is what
-of it the busiest rank spent on encoding and decoding: where links are fast, no algorithm should be
-slower than `gradient_allreduce` by more.
+Hosts are network namespaces (hosts.py) of one rank each; the model is the MLP of 40 MB, batch 64,
+of few large layers or, with --hidden 40, of many smaller ones. Every system has a model of its own
+and takes turns of a few steps, in every round of one run. Some exchange in some steps only, or
+whenever there is time: their turns are longer, a multiple of their period, and count as a whole;
+beside it is the median of their single steps. A step's cost is that of the slowest rank, its bytes
+are those that the busiest host's interface sent, and codec is what of it the busiest rank spent on
+encoding and decoding: where links are fast, no algorithm should be slower than `gradient_allreduce`
+by more.
 """
 
 from __future__ import annotations
@@ -54,12 +55,14 @@ class Figure:
 class Turns:
     """One system, its model, and what its steps took on this rank."""
 
-    def __init__(self, system: Any, inputs: Any, algorithm: Algorithm | None = None) -> None:
+    def __init__(
+        self, system: Any, hidden: int, inputs: Any, algorithm: Algorithm | None = None
+    ) -> None:
         from benchmarks.models import mlp
         from benchmarks.peers import turn_of
 
         self._turn_of = partial(turn_of, system)
-        self._model, self._optimizer = system.trainer(mlp())
+        self._model, self._optimizer = system.trainer(mlp(hidden))
         self._inputs = inputs
         self._times: list[float] = []
         self._steps: list[float] = []
@@ -118,7 +121,7 @@ def _wait_for_silence() -> None:
         time.sleep(0.05)
 
 
-def measure(names: list[str], rounds: int, address: str) -> dict[str, Figure]:
+def measure(names: list[str], rounds: int, hidden: int, address: str) -> dict[str, Figure]:
     """On every rank."""
     import torch
     from mpi4py import MPI
@@ -133,10 +136,10 @@ def measure(names: list[str], rounds: int, address: str) -> dict[str, Figure]:
     torch.manual_seed(comm.rank)
     inputs = torch.randn(64, 784)
     others: list[Any] = [Alone(), Gloo(comm, address), *horovods()]
-    systems = {other.name: Turns(other, inputs) for other in others}
+    systems = {other.name: Turns(other, hidden, inputs) for other in others}
     for name, algorithm in all_algorithms(OPTIONS).items():
         if name in names:
-            systems[name] = Turns(Bagua(algorithm), inputs, algorithm)
+            systems[name] = Turns(Bagua(algorithm), hidden, inputs, algorithm)
     for number in range(1 + rounds):
         for turns in systems.values():
             turns.take(comm.Barrier, number > 0)
@@ -200,6 +203,7 @@ def main() -> int:
     )
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", default="1gbit", help="of every link, as tc takes it")
+    parser.add_argument("--hidden", type=int, default=3, help="hidden layers of the model")
     parser.add_argument("--rounds", type=int, default=5)
     add_choice(parser)
     parser.add_argument("--as-rank", nargs=2, metavar=("ADDRESS", "FILE"), help=argparse.SUPPRESS)
@@ -208,19 +212,22 @@ def main() -> int:
     names = options.algorithms or list(all_algorithms({}))
     if options.as_rank:
         address, output = options.as_rank
-        mine = measure(names, options.rounds, address)
+        mine = measure(names, options.rounds, options.hidden, address)
         if int(os.environ["OMPI_COMM_WORLD_RANK"]) == 0:
             Path(output).write_text(json.dumps({name: asdict(f) for name, f in mine.items()}))
         return 0
     FOLDER.mkdir(parents=True, exist_ok=True)
-    path = FOLDER / f"slow_links.{options.hosts}x{options.rate}.json"
+    kind = "" if options.hidden == 3 else f".{options.hidden}_layers"
+    path = FOLDER / f"slow_links.{options.hosts}x{options.rate}{kind}.json"
     path.unlink(missing_ok=True)
     with Hosts(options.hosts, options.rate) as hosts, hosts.mpirun(1) as mpirun:
         program = [sys.executable, "-m", "benchmarks.slow_links", "--algorithms", *names]
-        program += ["--rounds", str(options.rounds), "--as-rank", hosts.address(0), str(path)]
+        program += ["--hidden", str(options.hidden), "--rounds", str(options.rounds)]
+        program += ["--as-rank", hosts.address(0), str(path)]
         subprocess.run([*mpirun, *program], check=True)
     figures = {name: Figure(**f) for name, f in json.loads(path.read_text()).items()}
     title = f"{options.hosts} hosts of 1 rank, links of {options.rate}"
+    title += kind and f", {options.hidden} hidden layers"
     print(f"{title}\n{table(figures)}")
     plot(figures, title, path.with_suffix(".png"))
     print(f"written: {path}")
