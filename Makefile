@@ -27,7 +27,7 @@ ifneq ($(words $(CURDIR)),1)
 $(error the path of this clone, $(CURDIR), has a space, which MPI's compiler wrapper cannot cope with; move it)
 endif
 
-.PHONY: help dev demo test test-csrc test-python test-arm test-gpu sanitize-gpu test-mpi test-hosts test-pretended test-parallel lint format sanitize bench clean googletest
+.PHONY: help dev demo test test-csrc test-python test-slow test-arm test-gpu sanitize-gpu test-mpi test-hosts test-pretended test-parallel lint format sanitize bench clean googletest
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,7 +46,10 @@ test-csrc: $(STAMP)/tools googletest
 	@$(call ctest,build/csrc,RelWithDebInfo,)
 
 test-python: dev
-	@$(BIN)/python -m pytest $(or $(PYTEST_ARGS),--ignore=tests/parallel)
+	@$(BIN)/python -m pytest $(or $(PYTEST_ARGS),--ignore=tests/parallel -m 'not slow')
+
+test-slow: dev ## the tests that wait for time limits, or start many processes
+	@$(BIN)/python -m pytest --ignore=tests/parallel -m slow
 
 # What is emulated is the processor: threads and memory are this machine's. Not the other layers' tests,
 # of which two need MADV_REMOVE; QEMU accepts that and does nothing.

@@ -8,6 +8,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FORKS = {
     "by Python": "os.fork()",
     "by a library": "ctypes.PyDLL(None).fork()",  # which tells Python nothing

@@ -16,6 +16,8 @@ from bagua.common.config import Config, variable
 from bagua.common.errors import UsageError
 from bagua.launch.flags import parse_command_line
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = [block for path in FILES for block in blocks(path)]
 LANGUAGES = {"python", "diff", "bash", "text"}
 MIGRATING = sorted((ROOT / "docs").glob("migrating-from-*.md"))

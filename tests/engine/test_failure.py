@@ -9,6 +9,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 HEADER = """
 import faulthandler, glob, itertools, os, signal, sys, threading, time
 import numpy as np

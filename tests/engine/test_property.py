@@ -15,6 +15,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.slow
+
 KINDS = ["allreduce", "allreduce_", "grouped", "allgather", "broadcast", "alltoall", "scatter"]
 DTYPES = ["uint8", "int32", "int64", "float16", "float32", "float64", "complex64"]
 OPS = ["Sum", "Average", "Min", "Max", "Product"]

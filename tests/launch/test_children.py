@@ -8,6 +8,8 @@ import textwrap
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import subprocess, sys
 import torch

@@ -10,6 +10,8 @@ from launch.test_run import code, run, start
 from bagua.launch.channel import Exit
 from bagua.launch.verdict import culprit
 
+pytestmark = pytest.mark.slow
+
 VICTIM = """
 print('PeerError on', rank)
 os.write(int(os.environ['BAGUA_RUN_VERDICT_FD']), b'peer')

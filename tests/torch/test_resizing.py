@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from parallel.processes import make_run_ranks
 
+pytestmark = pytest.mark.slow
+
 # What each one keeps of its own; the others have nothing to lose, and nothing is said.
 KEEPS = {
     "async_model_average": True,

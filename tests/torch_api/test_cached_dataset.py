@@ -22,7 +22,7 @@ from bagua.torch_api.contrib.cached_dataset import CachedDataset
 from bagua.torch_api.contrib.file_store import FileStore
 from bagua.torch_api.contrib.redis_server import RedisServer
 
-pytestmark = pytest.mark.ranks(1, 2)
+pytestmark = [pytest.mark.ranks(1, 2), pytest.mark.slow]
 
 needs_redis = pytest.mark.usefixtures("redis")
 

@@ -13,6 +13,8 @@ import pytest
 
 from bagua.torch_api.contrib import redis_server
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("redis", reason="redis-py is not installed")
 
 
