@@ -7,41 +7,32 @@ of it; it is the only mutable global of the package.
 from __future__ import annotations
 
 import atexit
-import functools
 import ipaddress
 import os
-import socket
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from fractions import Fraction
-from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 from bagua.common import mpi
 from bagua.common.config import Config, nccl_shares_gpu, report_verdict, torchrun_size
 from bagua.common.core import core
 from bagua.common.errors import BaguaError, PeerError, UsageError
 from bagua.common.kinds import Kind, Urgency
+from bagua.common.machine import machine, share, usable_cores
+from bagua.common.meeting import (
+    Communicator,
+    by_host,
+    communicator_of,
+    forget_copy,
+    introduce,
+    meet,
+    private_copy,
+)
 from bagua.common.messages import Messages
 from bagua.common.mpi import MPI
 from bagua.common.nccl import library_path
 from bagua.common.process_set import ProcessSet, global_process_set
-from bagua.version import __version__
-
-Communicator = Union[None, Sequence[int], MPI.Comm]
-
-
-@functools.lru_cache
-def _key(_: str) -> int:
-    """Under which something hangs on a communicator.
-
-    "engine", "messages": our private copies, so that init, shutdown, init uses the same. "arrival":
-    a barrier of init that has not been completed yet.
-    """
-    return MPI.Comm.Create_keyval()
-
 
 _MOST_HELPERS = 3  # a few cores use up the bandwidth of the memory
 
@@ -52,22 +43,20 @@ class World:
     def __init__(self, comm: MPI.Comm, config: Config) -> None:
         self.config = config
         self._parent = comm
-        _meet(comm, config.start_timeout_s)
-        message_comm = _private_copy(comm, "messages")
-        comm = _private_copy(comm, "engine")
+        meet(comm, config.start_timeout_s)
+        message_comm = private_copy(comm, "messages")
+        comm = private_copy(comm, "engine")
         self._comm = comm  # the engine uses it until it stops
         self.rank: int = comm.rank
         self.size: int = comm.size
-        hosts = _introduce(comm, config)
+        hosts = introduce(comm, config)
         mine = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         self.local_rank = mine.index(self.rank)
         self.local_size = len(mine)
-        peers = [
-            ranks[self.local_rank] for ranks in _by_host(hosts) if len(ranks) > self.local_rank
-        ]
+        peers = [ranks[self.local_rank] for ranks in by_host(hosts) if len(ranks) > self.local_rank]
         self.cross_rank = peers.index(self.rank)
         self.cross_size = len(peers)
-        self.is_homogeneous = len({len(ranks) for ranks in _by_host(hosts)}) == 1
+        self.is_homogeneous = len({len(ranks) for ranks in by_host(hosts)}) == 1
         self.process_sets: dict[int, ProcessSet] = {}
         self.core_count = 1.0  # this rank's share of its machine
         self.engine = self._start_engine(hosts)
@@ -91,9 +80,9 @@ class World:
         settings = asdict(self.config)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             settings["inline_drive"] = False  # keeps all MPI on the coordination thread
-        places = comm.allgather((os.getpid(), machine(), _usable_cores()))
+        places = comm.allgather((os.getpid(), machine(), usable_cores()))
         _, here, mine = places[self.rank]
-        self.core_count = _share(mine, [cores for _, there, cores in places if there == here])
+        self.core_count = share(mine, [cores for _, there, cores in places if there == here])
         if settings["helpers"] < 0:
             settings["helpers"] = min(max(self.core_count - 1, 0), _MOST_HELPERS)
         settings["helpers"] = int(settings["helpers"])
@@ -154,7 +143,7 @@ class World:
         if self.engine.failure():
             # What was broken off may still be under way: never use these copies again.
             for purpose in ("engine", "messages"):
-                self._parent.Delete_attr(_key(purpose))
+                forget_copy(self._parent, purpose)
 
 
 _world: World | None = None
@@ -182,7 +171,7 @@ def init(
     if not _exit_hook_installed:
         _install_exit_hooks()  # first: also a failing init must not wait in MPI_Finalize
         _exit_hook_installed = True
-    _world = World(_communicator(comm), config)
+    _world = World(communicator_of(comm), config)
     _warn_of_torchrun()
     if process_sets is not None and not isinstance(process_sets, str):
         for process_set in process_sets:
@@ -316,91 +305,6 @@ def join(process_set: ProcessSet = global_process_set) -> int:
     """
     here = world()
     return int(here.request(Kind.JOIN, set=process_set._id()).value)
-
-
-def _communicator(comm: Communicator) -> MPI.Comm:
-    if comm is None:
-        return MPI.COMM_WORLD
-    if isinstance(comm, MPI.Comm):
-        return comm
-    ranks = ProcessSet(comm).ranks
-    if MPI.COMM_WORLD.rank not in ranks:
-        raise UsageError(
-            f"init({ranks}) was called on rank {MPI.COMM_WORLD.rank}, which is not one of them"
-        )
-    group = MPI.COMM_WORLD.Get_group().Incl(ranks)
-    return MPI.COMM_WORLD.Create_group(group)
-
-
-def _private_copy(comm: MPI.Comm, purpose: str) -> MPI.Comm:
-    copy: Any = comm.Get_attr(_key(purpose))
-    if copy is None:
-        copy = comm.Dup()
-        comm.Set_attr(_key(purpose), copy)
-    assert isinstance(copy, MPI.Comm)
-    return copy
-
-
-def _meet(comm: MPI.Comm, timeout_s: float) -> None:
-    """Returns when every rank is in init: what follows waits without a deadline."""
-    arrival: Any = comm.Get_attr(_key("arrival")) or comm.Ibarrier()  # of a try that timed out
-    comm.Set_attr(_key("arrival"), arrival)
-    deadline = time.monotonic() + timeout_s
-    while not arrival.Test():
-        if time.monotonic() > deadline:
-            raise PeerError(
-                f"not all of {comm.size} ranks called init within {timeout_s:g} s "
-                "(start_timeout_s); did one fail before it?"
-            )
-        time.sleep(0.001)
-    comm.Delete_attr(_key("arrival"))
-
-
-def _introduce(comm: MPI.Comm, config: Config) -> list[str]:
-    """Every rank's host; raises when ranks were set up differently."""
-    mine = {"bagua version": __version__, **config.agreeing()}
-    everyone = comm.allgather((socket.gethostname(), mine))
-    for other, (_, theirs) in enumerate(everyone):
-        for field, value in everyone[0][1].items():
-            if theirs[field] != value:
-                raise UsageError(
-                    f"{field} differs between ranks: {value!r} on rank 0, {theirs[field]!r} on "
-                    f"rank {other}; set it to one value everywhere"
-                )
-    return [host for host, _ in everyone]
-
-
-def _by_host(hosts: list[str]) -> list[list[int]]:
-    places: dict[str, list[int]] = {}
-    for number, host in enumerate(hosts):
-        places.setdefault(host, []).append(number)
-    return list(places.values())
-
-
-def machine() -> str:
-    """What shares its cores: containers have names of their own, but one kernel."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
-
-
-def _usable_cores() -> frozenset[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
-
-
-def _share(mine: frozenset[int], everyone: Sequence[frozenset[int]]) -> float:
-    """Of each core that this rank may use, its share among the ranks that may.
-
-    >>> _share(frozenset({0, 1}), [frozenset({0, 1}), frozenset({1})])
-    1.5
-    >>> _share(frozenset(range(6)), [frozenset(range(6))] * 6)  # a hair less would mean no core
-    1.0
-    """
-    shares = (Fraction(1, sum(core in cores for cores in everyone)) for core in mine)
-    return float(sum(shares))
 
 
 def _warn_of_torchrun() -> None:

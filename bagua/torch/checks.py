@@ -10,9 +10,10 @@ import torch
 from bagua.algorithms import Algorithm
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
+from bagua.common.machine import machine
 from bagua.common.objects import allgather_object, broadcast_object
 from bagua.common.process_set import ProcessSet
-from bagua.common.world import machine, world
+from bagua.common.world import world
 from bagua.torch.arrays import dtype_name
 from bagua.torch.own import is_own_of_mean
 

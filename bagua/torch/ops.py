@@ -14,8 +14,9 @@ import torch
 from bagua.common import world
 from bagua.common.handle import Handle, poll, synchronize
 from bagua.common.kinds import ReduceOp, Urgency
-from bagua.common.operations import Operations, reduce_op
+from bagua.common.operations import Operations
 from bagua.common.process_set import ProcessSet, global_process_set
+from bagua.common.requests import reduce_op
 from bagua.torch import autograd, sparse
 from bagua.torch.arrays import TorchArrays
 from bagua.torch.compression import Compression

@@ -66,6 +66,8 @@ class Ledger {
     int count = 0;
     // A member that already arrived and reports again (its first try was refused) waits here.
     std::deque<std::pair<int, Report::Full>> later;
+    // What users know it by.
+    std::string label(const Key& key) const;
   };
   struct Set {
     std::vector<int> ranks;

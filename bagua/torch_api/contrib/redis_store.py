@@ -13,8 +13,9 @@ from typing import Any
 from urllib.parse import quote
 
 from bagua.common.errors import UsageError
+from bagua.common.machine import machine
 from bagua.common.objects import allgather_object
-from bagua.common.world import addresses, machine
+from bagua.common.world import addresses
 from bagua.torch_api.contrib.redis_server import RedisServer
 from bagua.torch_api.world import get_local_rank
 

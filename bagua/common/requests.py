@@ -1,0 +1,282 @@
+"""Requests to the engine over arrays of one kind, which is what operations are made of."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from bagua.common.arrays import Arrays
+from bagua.common.core import core
+from bagua.common.errors import UsageError
+from bagua.common.handle import Handle
+from bagua.common.kinds import Kind, ReduceOp, Urgency
+from bagua.common.process_set import ProcessSet
+from bagua.common.world import world
+
+_ALLREDUCE = Kind.ALLREDUCE  # looked up hundreds of times a step
+
+
+class Requests:
+    """Each starts one and returns its `Handle`, whose result is a list of arrays."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self._arrays = arrays
+
+    def _submit(
+        self,
+        kind: Kind,
+        pairs: Sequence[tuple[Any, Any]],
+        name: str | None,
+        process_set: ProcessSet,
+        urgency: Urgency,
+        op: ReduceOp = ReduceOp.Sum,
+        root: int = -1,
+        scales: tuple[float, float] = (1.0, 1.0),
+        splits: Sequence[int] = (),
+    ) -> Handle:
+        """One request over (input, output) pairs; the engine allocates where output is None."""
+        describe = self._arrays.describe
+        tensors = []
+        for source, out in pairs:
+            address, dtype, shape = describe(source)
+            out_address = 0 if out is None else address if out is source else describe(out)[0]
+            tensors.append((address, out_address, dtype, shape, self._arrays.device(source)))
+        return core.submit(  # type: ignore[no-any-return]
+            world().engine,
+            kind,
+            name or "",
+            tensors,
+            op,
+            root,
+            *scales,
+            process_set._id(),
+            splits,
+            urgency,
+            pairs,
+            None,
+        )
+
+    def _refuse(
+        self, kind: Kind, name: str | None, process_set: ProcessSet, problem: str
+    ) -> NoReturn:
+        """Raises, here and on the ranks that make the same call."""
+        core.refuse(world().engine, kind, name or "", process_set._id(), problem)
+        raise AssertionError("the engine raises what it is told to refuse")
+
+    def _pairs(
+        self,
+        kind: Kind,
+        tensors: Sequence[Any],
+        name: str | None,
+        process_set: ProcessSet,
+        output: Callable[[Any, Any], Any] | None,
+    ) -> list[tuple[Any, Any]]:
+        """What to send of each tensor, and `output(tensor, source)`, where its result goes."""
+        pairs = []
+        try:
+            for tensor in tensors:
+                source = self._arrays.contiguous(tensor)
+                self._arrays.describe(source)
+                pairs.append((source, output(tensor, source) if output else None))
+        except UsageError as problem:
+            self._refuse(kind, name, process_set, str(problem))
+        return pairs
+
+    def _writable(self, tensor: Any, source: Any) -> Any:
+        self._arrays.check_writable(tensor)
+        return source
+
+    def _beside(self, tensor: Any, source: Any) -> Any:
+        return self._arrays.empty(self._arrays.describe(source)[2], source)
+
+    def _reduce(
+        self,
+        tensors: Sequence[Any],
+        name: str | None,
+        average: bool | None,
+        op: ReduceOp | None,
+        scales: tuple[float, float],
+        process_set: ProcessSet,
+        urgency: Urgency,
+    ) -> Handle:
+        op, tensors = reduce_op(op, average), list(tensors)
+        pairs = self._pairs(Kind.ALLREDUCE, tensors, name, process_set, self._beside)
+        handle = self._submit(Kind.ALLREDUCE, pairs, name, process_set, urgency, op, scales=scales)
+        return self._gives_new(handle, tensors, pairs)
+
+    def _reduce_(
+        self,
+        tensors: Any,
+        name: str | None,
+        average: bool | None,
+        op: ReduceOp | None,
+        prescale: float,
+        postscale: float,
+        process_set: ProcessSet,
+        urgency: Urgency,
+    ) -> Handle:
+        if average is not None or type(op) is not ReduceOp:
+            op = reduce_op(op, average)
+        # The engine reads most tensors by itself, which is worth much when there are hundreds.
+        handle = core.submit(
+            world().engine,
+            _ALLREDUCE,
+            name or "",
+            tensors,
+            op,
+            -1,
+            prescale,
+            postscale,
+            process_set._id(),
+            (),
+            urgency,
+            tensors,
+            tensors,
+        )
+        if handle is not None:
+            return handle  # type: ignore[no-any-return]
+        scales = (prescale, postscale)
+        return self._write_back(
+            Kind.ALLREDUCE, tensors, name, process_set, urgency, op=op, scales=scales
+        )
+
+    def _broadcast(
+        self,
+        tensors: Sequence[Any],
+        root_rank: int,
+        name: str | None,
+        process_set: ProcessSet,
+        urgency: Urgency,
+    ) -> Handle:
+        pairs = self._pairs(Kind.BROADCAST, tensors, name, process_set, self._beside)
+        handle = self._submit(
+            Kind.BROADCAST, pairs, name, process_set, urgency, root=int(root_rank)
+        )
+        return self._gives_new(handle, tensors, pairs)
+
+    def _broadcast_(
+        self,
+        tensors: Any,
+        root_rank: int,
+        name: str | None,
+        process_set: ProcessSet,
+        urgency: Urgency,
+    ) -> Handle:
+        root = int(root_rank)
+        return self._write_back(Kind.BROADCAST, tensors, name, process_set, urgency, root=root)
+
+    def _gather(
+        self,
+        tensors: Sequence[Any],
+        name: str | None,
+        process_set: ProcessSet,
+        urgency: Urgency,
+    ) -> Handle:
+        tensors = list(tensors)
+        pairs = self._pairs(Kind.ALLGATHER, tensors, name, process_set, None)
+        handle = self._submit(Kind.ALLGATHER, pairs, name, process_set, urgency)
+        handle.finish = lambda done: [
+            self._adopt(done, i, pairs[i][0], tensor) for i, tensor in enumerate(tensors)
+        ]
+        return handle
+
+    def _scatter(
+        self,
+        tensors: Sequence[Any],
+        name: str | None,
+        op: ReduceOp | None,
+        scales: tuple[float, float],
+        process_set: ProcessSet,
+        urgency: Urgency,
+    ) -> Handle:
+        nranks, me, tensors = process_set.size(), process_set.rank(), list(tensors)
+
+        def share(_: Any, source: Any) -> Any:
+            shape = list(self._arrays.describe(source)[2])
+            if shape:
+                shape[0] = shape[0] // nranks + (me < shape[0] % nranks)
+            return self._arrays.empty(shape, source)
+
+        pairs = self._pairs(Kind.REDUCESCATTER, tensors, name, process_set, share)
+        handle = self._submit(
+            Kind.REDUCESCATTER, pairs, name, process_set, urgency, reduce_op(op), scales=scales
+        )
+        finish = self._arrays.finish
+        handle.finish = lambda _: [finish(out, t) for (_, out), t in zip(pairs, tensors)]
+        return handle
+
+    def _write_back(
+        self,
+        kind: Kind,
+        tensors: Any,
+        name: str | None,
+        process_set: ProcessSet,
+        urgency: Urgency,
+        **details: Any,
+    ) -> Handle:
+        """One request that replaces the values of a tensor, or of a list of tensors."""
+        several = tensors if isinstance(tensors, list) else [tensors]
+        pairs = self._pairs(kind, several, name, process_set, self._writable)
+        handle = self._submit(kind, pairs, name, process_set, urgency, **details)
+
+        def finish(_: Any) -> Any:
+            for tensor, (_, out) in zip(several, pairs):
+                if out is tensor:
+                    self._arrays.note_written(tensor)
+                else:
+                    self._arrays.assign(tensor, out)
+            return tensors
+
+        handle.finish = finish
+        return handle
+
+    def _gives_new(self, handle: Handle, tensors: Sequence[Any], pairs: Any) -> Handle:
+        """The handle with a list of the outputs as its result."""
+        handle.finish = lambda _: [
+            self._arrays.finish(out, tensor) for tensor, (_, out) in zip(tensors, pairs)
+        ]
+        return handle
+
+    def _adopt(self, done: Any, index: int, source: Any, like: Any) -> Any:
+        """Output `index`, whose number of rows only the exchange told."""
+        rows = sum(done.rows(index))
+        row_shape = list(self._arrays.describe(source)[2][1:])
+        memory = done.output(index, self._row_nbytes(source, row_shape))
+        return self._arrays.finish(self._arrays.adopt(memory, [rows, *row_shape], source), like)
+
+    @staticmethod
+    def _row_nbytes(source: Any, row_shape: Sequence[int]) -> int:
+        nbytes = int(source.itemsize)
+        for extent in row_shape:
+            nbytes *= int(extent)
+        return nbytes
+
+
+def reduce_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceOp:
+    """The reduction asked for, by `op` or by the older `average` keyword."""
+    if average is not None:
+        if op is not None:
+            raise UsageError("give either op or average (deprecated), not both")
+        warnings.warn(
+            "average= is deprecated; use op=Average or op=Sum", FutureWarning, _callers_level()
+        )
+        return ReduceOp.Average if average else ReduceOp.Sum
+    if type(op) is ReduceOp:
+        return op
+    if op is None:
+        return ReduceOp.Average
+    try:
+        return ReduceOp(op)
+    except ValueError:
+        names = ", ".join(known.name for known in ReduceOp)
+        raise UsageError(f"op={op!r} is no reduction; give bagua.{names}") from None
+
+
+def _callers_level() -> int:
+    """How far up the first frame outside of this package is, as warnings count."""
+    level, frame = 1, sys._getframe(1)
+    while frame and frame.f_globals.get("__name__", "").startswith("bagua."):
+        level, frame = level + 1, frame.f_back  # type: ignore[assignment]
+    return level

@@ -1,0 +1,240 @@
+// What reports amount to: agreed, rejected, or not yet either.
+#include <algorithm>
+
+#include "engine/ledger.h"
+
+namespace bagua {
+namespace {
+
+// So many requests of a process set are remembered; more work too, but always travel whole.
+constexpr size_t kMaxNames = 1 << 16;
+constexpr size_t kMaxUnnamed = 1 << 12;
+
+std::string list_text(const std::vector<int>& ranks) {
+  std::string text;
+  for (size_t i = 0; i < ranks.size(); ++i) text += (i ? ", " : "") + std::to_string(ranks[i]);
+  return (ranks.size() == 1 ? "rank " : "ranks ") + text;
+}
+
+}  // namespace
+
+std::string Ledger::Pending::label(const Key& key) const {
+  if (!key.name.empty() || descriptions.empty()) return key.name;
+  const OpKind kind = Description::decode(descriptions[0]).kind;
+  return std::string(kind_name(kind)) + " #" + std::to_string(key.seq);
+}
+
+void Ledger::settle_bits(int32_t set, int32_t id) {
+  Set& s = sets_[set];
+  Entry& entry = s.entries[static_cast<size_t>(id)];
+  const OpKind kind = entry.description.kind;
+  std::vector<int> gone;
+  bool waiting = false;
+  for (int m = 0; m < static_cast<int>(s.ranks.size()); ++m) {
+    if (s.left[m]) gone.push_back(s.ranks[m]);
+    if (s.bit(m, id)) continue;
+    waiting = waiting || !s.joined[m];
+  }
+  if (waiting && gone.empty()) return;
+  const std::string problem =
+      gone.empty() ? objection(set, entry.description)
+                   : list_text(gone) + (gone.size() == 1 ? " has" : " have") + " shut down";
+  if (problem.empty()) {
+    decision(set).agreed.push_back({id, 0});
+  } else {
+    decision(set).rejections.push_back(
+        {{entry.name, 0},
+         gone.empty() ? ErrorKind::kUsage : ErrorKind::kPeer,
+         entry.name + ": " + problem + " and takes no part in this " + kind_name(kind) +
+             (gone.empty() ? ""
+                           : "; did it end by an error? With fewer batches it should call join()"),
+         s.with_bit(id)});
+  }
+  for (int m = 0; m < static_cast<int>(s.ranks.size()); ++m) s.clear_bit(m, id);
+  entry.open_since_s = 0;
+}
+
+void Ledger::settle_pending(int32_t set, std::map<Key, Pending>::iterator it) {
+  Set& s = sets_[set];
+  Pending& pending = it->second;
+  std::vector<int> gone;
+  bool waiting = false;
+  for (size_t m = 0; m < s.ranks.size(); ++m) {
+    if (s.left[m]) gone.push_back(s.ranks[m]);
+    if (pending.arrivals[m]) continue;
+    waiting = waiting || !s.joined[m];
+  }
+  if (waiting && gone.empty()) return;
+  if (pending.count == 0) {
+    s.pending.erase(it);
+    return;
+  }
+  const Key key = it->first;
+  Pending settled = std::move(pending);
+  s.pending.erase(it);
+  if (gone.empty()) {
+    resolve(set, key, settled);
+  } else {
+    const std::string label = settled.label(key);
+    decision(set).rejections.push_back(
+        {key, ErrorKind::kPeer,
+         label + ": cannot be completed without " + list_text(gone) +
+             ", already shut down; did it return early or skip a step?",
+         s.arrived(settled)});
+  }
+  for (auto& [member, full] : settled.later) arrive(set, member, full, settled.since_s);
+}
+
+void Ledger::resolve(int32_t set, const Key& key, Pending& pending) {
+  Set& s = sets_[set];
+  std::string refusals;
+  for (size_t m = 0; m < s.ranks.size(); ++m)
+    if (pending.arrivals[m] && pending.arrivals[m]->description < 0)
+      refusals += (refusals.empty() ? "" : "; ") + ("rank " + std::to_string(s.ranks[m])) + ": " +
+                  pending.arrivals[m]->refusal;
+  std::string problem = refusals;
+  if (problem.empty() && pending.descriptions.size() > 1) problem = mismatch(s, pending);
+  if (problem.empty()) problem = objection(set, Description::decode(pending.descriptions[0]));
+  if (problem.empty()) return agree(set, key, pending.descriptions[0]);
+  const std::string label = pending.label(key);
+  decision(set).rejections.push_back({key, ErrorKind::kUsage,
+                                      label.empty() ? problem : label + ": " + problem,
+                                      s.arrived(pending)});
+}
+
+std::string Ledger::mismatch(const Set& s, const Pending& pending) const {
+  std::vector<int> holders[2];
+  for (size_t m = 0; m < s.ranks.size(); ++m)
+    if (pending.arrivals[m] && pending.arrivals[m]->description < 2)
+      holders[pending.arrivals[m]->description].push_back(s.ranks[m]);
+  const int first = holders[0] < holders[1] ? 0 : 1;
+  const Difference d =
+      first_difference(Description::decode(pending.descriptions[static_cast<size_t>(first)]),
+                       Description::decode(pending.descriptions[static_cast<size_t>(1 - first)]));
+  return "ranks disagree on " + d.what + ": " + d.here + " on " + list_text(holders[first]) + ", " +
+         d.there + " on " + list_text(holders[1 - first]) +
+         "; every rank must make the same call in the same order";
+}
+
+// Why members that have joined, or the book itself, cannot let an agreed request go ahead.
+std::string Ledger::objection(int32_t set, const Description& description) const {
+  const Set& s = sets_.at(set);
+  if (s.joined_count > 0 && !allows_joined(description.kind))
+    return "rank " + std::to_string(s.last_joined) + " has joined";
+  if (s.joined_count > 0 && description.captured)
+    return "rank " + std::to_string(s.last_joined) + " has joined, and will not do it again";
+  // Zeros of a rank that has joined would be taken for values, and its copies of others go wrong.
+  if (s.joined_count > 0 && !description.codec.empty() && !description.peers.empty())
+    return "rank " + std::to_string(s.last_joined) + " has joined";
+  if (description.kind == OpKind::kBroadcast) {
+    const int root = s.member_of(description.root);
+    if (root >= 0 && s.joined[static_cast<size_t>(root)])
+      return "its root, rank " + std::to_string(description.root) + ", has joined";
+  }
+  if (description.kind == OpKind::kAddProcessSet) {
+    const std::vector<int> ranks(description.layout.begin(), description.layout.end());
+    for (const auto& [id, other] : sets_)
+      if (!other.removed && other.ranks == ranks)
+        return "process set " + std::to_string(id) + " already has these ranks";
+  }
+  if (description.kind == OpKind::kRemoveProcessSet) {
+    const auto it = sets_.find(description.root);
+    if (description.root == 0) return "the world cannot be removed";
+    if (it == sets_.end() || it->second.removed)
+      return "there is no process set " + std::to_string(description.root);
+  }
+  return "";
+}
+
+void Ledger::agree(int32_t set, const Key& key, const std::string& bytes) {
+  Set& s = sets_[set];
+  const bool named = key.seq == 0;
+  auto& index = named ? s.by_name : s.by_bytes;
+  const std::string& known_as = named ? key.name : bytes;
+  if (index.size() >= (named ? kMaxNames : kMaxUnnamed) && index.count(known_as) == 0) {
+    decision(set).definitions.push_back({Decision::kForgotten, key.name, bytes});
+    decision(set).agreed.push_back({Decision::kForgotten, key.seq});
+    return apply(set, Description::decode(bytes));
+  }
+  const auto [it, fresh] = index.try_emplace(known_as, static_cast<int32_t>(s.entries.size()));
+  const int32_t id = it->second;
+  if (fresh) s.entries.emplace_back();
+  Entry& entry = s.entries[static_cast<size_t>(id)];
+  if (fresh || named) {
+    entry.name = key.name;
+    entry.description = Description::decode(bytes);
+    decision(set).definitions.push_back({id, key.name, bytes});
+  }
+  decision(set).agreed.push_back({id, key.seq});
+  apply(set, entry.description);
+}
+
+void Ledger::apply(int32_t set, const Description& description) {
+  if (description.kind == OpKind::kAddProcessSet) {
+    Set& s = sets_[next_set_++];
+    s.ranks.assign(description.layout.begin(), description.layout.end());
+    s.bits.resize(s.ranks.size());
+    s.joined.resize(s.ranks.size());
+    s.left.resize(s.ranks.size());
+    const Set& world = sets_[0];
+    for (size_t m = 0; m < s.ranks.size(); ++m)
+      s.left[m] = world.left[static_cast<size_t>(s.ranks[m])];
+  } else if (description.kind == OpKind::kRemoveProcessSet) {
+    Set& s = sets_[description.root];
+    const int32_t id = description.root;
+    s.removed = true;
+    // What was still open in it can never be completed.
+    for (const Stall& stall : stalls(1e18, 0))
+      if (stall.set == id) reject(stall, "process set " + std::to_string(id) + " was removed");
+    decision(set);
+  }
+}
+
+void Ledger::join(int32_t set, int member) {
+  Set& s = sets_[set];
+  if (s.joined[static_cast<size_t>(member)]) return;
+  s.joined[static_cast<size_t>(member)] = true;
+  s.last_joined = s.ranks[static_cast<size_t>(member)];
+  ++s.joined_count;
+  settle_all(set);
+  settle_join(set);
+}
+
+// A join is over when every member has joined, or left and will not.
+void Ledger::settle_join(int32_t set) {
+  Set& s = sets_[set];
+  if (s.joined_count == 0) return;
+  for (size_t m = 0; m < s.ranks.size(); ++m)
+    if (!s.joined[m] && !s.left[m]) return;
+  decision(set).last_joined = s.last_joined;
+  s.joined.assign(s.joined.size(), false);
+  s.joined_count = 0;
+  // A later decision of this set starts its order anew.
+  decisions_.emplace_back();
+  decisions_.back().set = set;
+}
+
+void Ledger::leave(int rank) {
+  for (auto& [id, s] : sets_) {
+    const int member = s.member_of(rank);
+    if (member < 0 || s.removed) continue;
+    s.left[static_cast<size_t>(member)] = true;
+    settle_all(id);
+    settle_join(id);
+  }
+}
+
+// Looks again at everything open after members joined or left.
+void Ledger::settle_all(int32_t set) {
+  Set& s = sets_[set];
+  for (int32_t id = 0; id < static_cast<int32_t>(s.entries.size()); ++id)
+    if (s.entries[static_cast<size_t>(id)].open_since_s > 0) settle_bits(set, id);
+  std::vector<Key> keys;
+  for (const auto& [key, pending] : s.pending) keys.push_back(key);
+  for (const Key& key : keys) {
+    const auto it = s.pending.find(key);
+    if (it != s.pending.end()) settle_pending(set, it);
+  }
+}
+
+}  // namespace bagua
