@@ -144,6 +144,7 @@ class Compressed {
       const CodecTime time(group_);
       (coding_.*decode)(wire, segment.count, data_ + segment.begin, best_isa());
     }
+    group_.touch(static_cast<size_t>(segment.nbytes + segment.count * 4));
     if (job_.arrived) job_.arrived(segment.begin, segment.count);
   }
 

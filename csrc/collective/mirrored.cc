@@ -89,6 +89,8 @@ class Mirrored {
       const CodecTime time(group_);
       coding_.decode_add(from_left_ + segment.at, segment.count, job_.kept[1] + segment.begin);
       coding_.decode_add(from_right_ + segment.at, segment.count, job_.kept[2] + segment.begin);
+      group_.touch(2 * (static_cast<size_t>(segment.nbytes) +
+                        static_cast<size_t>(segment.count) * 2 * sizeof(float)));
     }
     sends_.wait();
   }

@@ -6,7 +6,7 @@
 #include <list>
 
 #include "common/memory.h"
-#include "engine/stretches.h"
+#include "engine/tensors.h"
 
 namespace bagua {
 namespace {
@@ -108,8 +108,8 @@ class Allreduces {
     row_ = &row;
     nbytes_ += job.nbytes();
     Job& mine = jobs_.emplace_back(std::move(job));
-    if (!mine.data) gather(mine, place);
     if (bench_.staging) connect(mine, row, *bench_.staging);
+    if (!mine.data) gather(mine, place);
   }
 
   void flush() {
@@ -159,7 +159,7 @@ void exchange_allreduce(const std::vector<RequestPtr>& requests, Group& group,
   const std::vector<Apart> apart = take_apart(tensors, group, bench);
   Allreduces allreduces(bench);
   size_t laid = 0;  // tensors that are jobs of their own
-  on_stretches(tensors, group, bench, fuse, [&](Job& job, char* place) {
+  for_jobs(tensors, group, bench, fuse, [&](Job& job, char* place) {
     job.op = d.op;
     job.finish = finish;
     job.coding = coding.codec ? &coding : nullptr;
@@ -187,7 +187,7 @@ void exchange_broadcast(const std::vector<RequestPtr>& requests, Group& group,
     // Only the root's input matters; the others' must not be copied over their outputs in vain.
     if (group.me() != root)
       for (Tensor& t : tensors) t.in = t.out;
-    on_stretches(tensors, group, bench, true, [&](Job& job, char*) {
+    for_jobs(tensors, group, bench, true, [&](Job& job, char*) {
       job.root = root;
       run(OpKind::kBroadcast, job, bench);
     });

@@ -21,8 +21,9 @@ struct Workbench {
   Scratch& scratch;
   const Choice& allreduce;
   int64_t fusion_nbytes;
-  Crew* crew;                                                 // null without helpers
-  std::function<void(const Collective&, const Job&)> chosen;  // told before each collective runs
+  Crew* crew;  // null without helpers
+  std::function<void(const Collective&, const Job&)>
+      chosen;                          // told which row does a job, before it does
   std::function<void()> values_final;  // of all requests, though the exchange goes on
   Staging* staging = nullptr;    // where tensors on a device are brought; null: there are none
   NcclExchange* nccl = nullptr;  // where all tensors are on devices, and stay there

@@ -15,29 +15,47 @@ std::vector<PyObject*>& written() {
   return *tensors;
 }
 
-// Null where torch is not loaded, or too old to be told of several at once.
-PyObject* torch_increment() {
-  static PyObject* increment = nullptr;
+struct Torch {
+  PyObject* tensor;     // the class
+  PyObject* increment;  // of a tensor's version
+  bool several;         // takes a tuple of them, as it does from torch 2.6 on
+
+  bool tell(PyObject* tensors) const {
+    PyObject* const answer = PyObject_CallOneArg(increment, tensors);
+    Py_XDECREF(answer);
+    PyErr_Clear();
+    return answer != nullptr;
+  }
+};
+
+// Null where torch is not loaded, or has no such function.
+const Torch* torch() {
+  static const Torch* found = nullptr;
   static bool looked = false;
-  if (looked) return increment;
-  if (!py::module_::import("sys").attr("modules").contains("torch")) return nullptr;
+  if (looked) return found;
+  const py::object modules = py::module_::import("sys").attr("modules");
+  if (!modules.contains("torch")) return nullptr;
+  const py::object module = modules["torch"];
+  if (!py::hasattr(module, "Tensor")) return nullptr;  // it is being imported
   looked = true;
-  const py::module_ torch = py::module_::import("torch._C");
-  if (!py::hasattr(torch, "_increment_version")) return nullptr;
-  PyObject* const function = py::object(torch.attr("_increment_version")).release().ptr();
-  const py::tuple none(0);
-  PyObject* const answer = PyObject_CallOneArg(function, none.ptr());
-  if (answer) increment = function;
-  Py_XDECREF(answer);
-  PyErr_Clear();
-  return increment;
+  const py::object tensor = module.attr("Tensor"), own = module.attr("_C");
+  if (!py::hasattr(own, "_increment_version")) return nullptr;
+  auto* fresh = new Torch{new_ref(tensor.ptr()), new_ref(own.attr("_increment_version").ptr()), 0};
+  fresh->several = fresh->tell(py::tuple(0).ptr());
+  return found = fresh;
+}
+
+bool is_torch(PyObject* tensor) {
+  if (is_exchangeable(tensor)) return true;  // the quick answer; hardly any other objects are
+  const Torch* known = torch();
+  return known && PyObject_IsInstance(tensor, known->tensor) == 1;
 }
 
 }  // namespace
 
 void note_written(PyObject* tensors) {
   const auto note = [](PyObject* tensor) {
-    if (is_exchangeable(tensor)) written().push_back(new_ref(tensor));
+    if (is_torch(tensor)) written().push_back(new_ref(tensor));
   };
   if (PyList_Check(tensors)) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) note(PyList_GET_ITEM(tensors, i));
@@ -53,16 +71,10 @@ void tell_written() {
   const py::tuple tensors(mine.size());
   for (size_t i = 0; i < mine.size(); ++i)
     PyTuple_SET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i), mine[i]);
-  PyObject* const increment = torch_increment();
-  if (!increment) return;
-  PyObject* const answer = PyObject_CallOneArg(increment, tensors.ptr());
-  Py_XDECREF(answer);
-  if (answer) return;
-  PyErr_Clear();
-  for (const py::handle tensor : tensors) {  // not all are torch's
-    Py_XDECREF(PyObject_CallOneArg(increment, py::make_tuple(tensor).ptr()));
-    PyErr_Clear();
-  }
+  const Torch* known = torch();
+  if (!known || (known->several && known->tell(tensors.ptr()))) return;
+  for (const py::handle tensor : tensors)
+    known->tell(known->several ? py::make_tuple(tensor).ptr() : tensor.ptr());
 }
 
 }  // namespace bagua

@@ -1,4 +1,4 @@
-#include "engine/stretches.h"
+#include "engine/tensors.h"
 
 #include <algorithm>
 
@@ -15,24 +15,27 @@ std::vector<bool> overlapping(const std::vector<Tensor>& tensors) {
     const char* begin;
     const char* end;
     size_t tensor;
+    bool written;
   };
   std::vector<Range> ranges;
   ranges.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (tensors[i].fragments) continue;  // a bucket's results go to its arena
-    ranges.push_back({tensors[i].out, tensors[i].out + tensors[i].nbytes(), i});
+    ranges.push_back({tensors[i].out, tensors[i].out + tensors[i].nbytes(), i, true});
     if (tensors[i].in != tensors[i].out)
-      ranges.push_back({tensors[i].in, tensors[i].in + tensors[i].nbytes(), i});
+      ranges.push_back({tensors[i].in, tensors[i].in + tensors[i].nbytes(), i, false});
   }
   const auto before = [](const Range& a, const Range& b) { return a.begin < b.begin; };
   if (!std::is_sorted(ranges.begin(), ranges.end(), before))
     std::sort(ranges.begin(), ranges.end(), before);
   std::vector<bool> found(tensors.size());
-  const Range* furthest = nullptr;  // of those before
+  const Range *furthest = nullptr, *written = nullptr;  // of those before: all, or results
   for (const Range& range : ranges) {
-    if (furthest && range.begin < furthest->end && range.tensor != furthest->tensor)
-      found[range.tensor] = found[furthest->tensor] = true;
+    const Range* other = range.written ? furthest : written;
+    if (other && range.begin < other->end && range.tensor != other->tensor)
+      found[range.tensor] = found[other->tensor] = true;
     if (!furthest || range.end > furthest->end) furthest = &range;
+    if (range.written && (!written || range.end > written->end)) written = &range;
   }
   return found;
 }
@@ -68,8 +71,8 @@ std::vector<Tensor> tensors_by_dtype(const std::vector<RequestPtr>& requests) {
   return tensors;
 }
 
-void on_stretches(const std::vector<Tensor>& tensors, Group& group, const Workbench& bench,
-                  bool fuse, const std::function<void(Job&, char* place)>& run) {
+void for_jobs(const std::vector<Tensor>& tensors, Group& group, const Workbench& bench, bool fuse,
+              const std::function<void(Job&, char* place)>& run) {
   for (size_t begin = 0; begin < tensors.size();) {
     Job job{group, bench.scratch, tensors[begin].dtype};
     job.kept = tensors[begin].kept;

@@ -1,4 +1,4 @@
-// What the tensors of an exchange become: stretches of elements of one type, each of them a job.
+// The tensors of an exchange, and the jobs they become: stretches of elements of one type.
 #pragma once
 
 #include <functional>
@@ -23,9 +23,10 @@ struct Tensor {
 std::vector<Tensor> tensors_by_dtype(const std::vector<RequestPtr>& requests);
 
 // Calls run(job, place) on jobs whose data is one tensor, or fragments that hold several. `place`
-// is where the result of a single tensor goes, also if it is fragments here; else null.
-void on_stretches(const std::vector<Tensor>& tensors, Group& group, const Workbench& bench,
-                  bool fuse, const std::function<void(Job&, char* place)>& run);
+// is where the result of a single tensor goes in the host's memory, also if it is fragments on this
+// rank; else null.
+void for_jobs(const std::vector<Tensor>& tensors, Group& group, const Workbench& bench, bool fuse,
+              const std::function<void(Job&, char* place)>& run);
 
 // Tensors that share memory, in copies, and where their results go from there.
 struct Apart {
@@ -34,7 +35,7 @@ struct Apart {
   size_t nbytes;
 };
 // Tied weights, or a tensor and its view: all are read before any is written, though several travel
-// at once. Which tensors make a stretch does not change, since other ranks may see no overlap.
+// at once. Which tensors make a job does not change, since other ranks may see no overlap.
 std::vector<Apart> take_apart(std::vector<Tensor>& tensors, Group& group, const Workbench& bench);
 void put_back(const std::vector<Apart>& apart, Group& group, const Workbench& bench);
 
