@@ -89,8 +89,8 @@ class Slot:
         self.made_dense = False  # if its gradient is sparse
         self.may_be_sparse = False  # then its gradient is none of the bucket's business
 
-    def gradient(self) -> torch.Tensor | None:
-        """What backward has left, dense if it is to be."""
+    def dense_gradient(self) -> torch.Tensor | None:
+        """What backward has left; where it is sparse and shall not be, it becomes dense."""
         grad = self.param.grad
         if self.made_dense and grad is not None and grad.is_sparse:
             grad = self.param.grad = grad.to_dense()
@@ -215,7 +215,7 @@ class Bucket:
         gather = core.locate if reads else core.gather
         for i in gather(self._params, self._notices):
             slot = self.slots[i]
-            grad = slot.gradient()
+            grad = slot.dense_gradient()
             if grad is None or (grad.is_sparse and slot.may_be_sparse):
                 slot.view.zero_()
             elif id(grad) in _flying:

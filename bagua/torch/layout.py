@@ -181,7 +181,7 @@ class Layout:
         if self._agreed_at_first:
             return
         slots = sorted(self.slots.values(), key=lambda slot: slot.number)
-        grads = [slot.gradient() for slot in slots]
+        grads = [slot.dense_gradient() for slot in slots]
         sparse = np.array([grad is not None and grad.is_sparse for grad in grads], np.uint8)
         replicas = [(slot.name, slot.param) for slot in slots]
         sample = safety.sample(replicas)

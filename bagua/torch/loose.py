@@ -47,7 +47,7 @@ class Loose:
             watch("alone", [(slot.name, slot.param) for slot in self._slots.values()])
         op = self._plan.algorithm.op if self._plan.op is None else self._plan.op
         for slot in self._slots.values():
-            grad = slot.gradient()
+            grad = slot.dense_gradient()
             name = self._name_of(slot)
             if self.wants_all:
                 dense = torch.zeros_like(slot.param) if grad is None else grad.detach()

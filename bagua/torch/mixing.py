@@ -36,10 +36,14 @@ class Mixing(BetweenSteps):
         if not self._due():
             return
         if self._exchange.when == "forward":
-            self._start(Urgency.NOW)
-        else:
+            return self._start(Urgency.NOW)
+        try:
             self._start(Urgency.NOW if self._settles_early() else Urgency.WAITED)
             self._finish()
+        except BaseException:
+            for piece in self._pieces:
+                piece.leave_weights()
+            raise
 
     @torch.no_grad()
     def _start(self, urgency: Urgency) -> None:

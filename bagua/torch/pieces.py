@@ -1,5 +1,5 @@
-"""Parameters that are exchanged between steps: copies of them in arenas of the engine, or, where
-the program waits for the result, large ones in place."""
+"""Parameters that are exchanged between steps: copies of them in arenas of the engine. Where ranks
+mirror their neighbors, large ones are exchanged in place."""
 
 from __future__ import annotations
 
@@ -60,10 +60,9 @@ class Piece:
         )
         self._begins = list(self._arena.begins)
         self.views = self.views_of(self.flat)
-        # What the program waits for at once is exchanged where it is, if it is large.
-        lends = exchange.mirrors and exchange.when == "step"
-        self._large = [lends and large for large in self._arena.large]
+        self._large = [exchange.mirrors and large for large in self._arena.large]
         self._copied: Pairs = []  # this time: parameters, and where the arena has them
+        self._lent: list[torch.Tensor] = []  # the others
         self._handle: Any | None = None
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -88,12 +87,20 @@ class Piece:
             else:
                 self._copied.append((param, view))
         _copy([(view, param) for param, view in self._copied])
+        self._lent = [self.params[slot] for slot, _, _ in lent]
         core.note_written([param for _, param, _ in lent])  # which share the parameters' versions
         self.launch(urgency, lent)
 
     def take_weights(self) -> None:
         """Makes the result the parameters."""
         _copy(self._copied)
+
+    def leave_weights(self) -> None:
+        """After an interrupt: what the engine is still going to write is nobody's weights."""
+        if not self.done():
+            for param in self._lent:
+                param.data = param.data.clone()
+        self._lent = []
 
     def launch(self, urgency: Urgency, lent: Sequence[tuple[int, torch.Tensor, int]] = ()) -> None:
         """Starts the exchange; of these slots not of what is in the arena."""
@@ -185,7 +192,7 @@ def pieces_of(
         some.append((name, param))
         filling[kind] = (some, filled + more)
     done += [(kind[-1], some) for kind, (some, _) in filling.items() if some]
-    done.sort(key=lambda piece: not piece[0])  # what is exact is small, and need not wait
+    done.sort(key=lambda piece: not piece[0])  # what stays exact is small, and need not wait
     plain = replace(exchange, codec="raw", error_feedback=None)
     return [
         Piece(f"{prefix}.{number}", some, plain if exact else exchange, process_set, rounds)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import os
+import signal
 import time
 import warnings
 
@@ -262,6 +264,9 @@ def test_large_weights_move_as_their_copies_do(everyone, hvd):
     own = [torch.cat([tensor.flatten() for tensor in begin]) for _ in range(n)]
     x, left, right = ([flat.clone() for flat in own] for _ in range(3))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=lr), algorithm=algorithm)
+    in_arena = large_in_arena(optimizer)
+    for view in in_arena:
+        view.fill_(-1)  # what never goes there leaves it so
     for step in range(steps):
         everyones = [[noise(rank, step, shape) for shape in shapes] for rank in range(n)]
         for param, grad in zip(params, everyones[me]):
@@ -282,6 +287,52 @@ def test_large_weights_move_as_their_copies_do(everyone, hvd):
     flat = torch.cat([params[0].data, params[1].data.flatten(), params[2].data.t().flatten()])
     assert torch.equal(flat, x[me])
     assert places == [param.data_ptr() for param in params]
+    if not os.environ.get("PRETEND_GPU"):
+        assert len(in_arena) == 2
+        assert all((view == -1).all() for view in in_arena)
+
+
+def large_in_arena(optimizer) -> list[torch.Tensor]:
+    """Where large weights would be, were they copied."""
+    pieces = optimizer._driver._pieces
+    views = [(view, large) for piece in pieces for view, large in zip(piece.views, piece._large)]
+    return [view for view, large in views if large]
+
+
+def test_who_is_interrupted_keeps_weights_that_nobody_writes(everyone, hvd):
+    """Its peers come when it has given up, and large weights are exchanged where they are."""
+    param = nn.Parameter(noise(everyone.me, 0, (512, 300)))
+    sgd = torch.optim.SGD([param], lr=0.1)
+    algorithm = LowPrecisionDecentralized(hierarchical=False)
+    optimizer = hvd.DistributedOptimizer(sgd, [("w", param)], algorithm=algorithm)
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    hvd.barrier()
+    if everyone.me == 0 and everyone.size > 1:
+
+        def give_up(*_) -> None:
+            raise TimeoutError("given up")
+
+        before = signal.signal(signal.SIGALRM, give_up)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(TimeoutError):
+            optimizer.step()
+        signal.signal(signal.SIGALRM, before)
+        kept = param.detach().clone()
+        hvd.barrier()
+        hvd.allreduce(torch.zeros(1))  # comes after what was under way
+        assert torch.equal(param, kept)
+    else:
+        hvd.barrier()
+        optimizer.step()
+        hvd.allreduce(torch.zeros(1))
+    optimizer.step()
+    everyones = hvd.allgather_object(optimizer.state_dict()["bagua"]["kept"]["values"])
+    mine = everyones[everyone.me]["kept.0"]["w"]
+    assert torch.equal(param, mine)
+    if everyone.size > 1:
+        right = (everyone.me + 1) % everyone.size
+        assert torch.equal(everyones[right]["kept.1"]["w"], mine)
 
 
 def test_autograd_knows_of_large_weights_that_moved_when_the_step_ends(everyone, hvd):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -84,3 +88,42 @@ def test_numpy_with_the_other_byte_order(hvd):
 
     with pytest.raises(bagua.UsageError, match="cannot be exchanged"):
         bagua.allreduce_(np.ones(3, ">f4"))
+
+
+JOB = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "BAGUA_")  # what a process of a job is told
+OLDER_TORCH = """
+import torch
+
+increment = torch._C._increment_version
+
+def of_one(tensor):
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError("one tensor")
+    increment((tensor,))
+
+torch._C._increment_version = of_one
+del torch.Tensor.__dlpack_c_exchange_api__
+
+import bagua.torch as hvd
+
+hvd.init()
+tensors = [torch.ones(3), torch.ones(4)]
+for operation in (lambda: hvd.grouped_allreduce_(tensors), lambda: hvd.broadcast_(tensors[0], 0)):
+    before = tensors[0]._version
+    operation()
+    assert tensors[0]._version > before
+weights = torch.nn.Parameter(torch.ones(600, 600))
+sgd = torch.optim.SGD([weights], lr=0.1)
+optimizer = hvd.DistributedOptimizer(sgd, algorithm="low_precision_decentralized")
+optimizer.step()
+before = weights._version
+optimizer.step()
+assert weights._version > before
+"""
+
+
+@pytest.mark.ranks(1)
+def test_a_torch_without_a_table_of_exchange_hears_of_what_was_written():
+    """Until 2.9 its tensors offer none, and until 2.5 it is told of one at a time."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(JOB)}
+    subprocess.run([sys.executable, "-c", OLDER_TORCH], env=clean, check=True)
