@@ -188,8 +188,7 @@ class Output:
             return
         say(self._screens[STDERR], f"bagua-run: the last output of rank {rank}:")
         screen = self._screens[STDERR]
-        prefix, tracebacks = self._prefix(rank, screen), self._tracebacks.of(rank)
-        stream = Stream(rank, screen, prefix, lambda *_: None, tracebacks=tracebacks)
+        stream = Stream(rank, screen, self._prefix(rank, screen), lambda *_: None)
         for text in tail:
             stream.feed(text + b"\n")
         stream.end()

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import time
+from typing import Callable
+
+# What was shown longer ago is hard to find again.
+_REMEMBERED_S = 30.0
 _BEGIN = b"Traceback (most recent call last):"
 
 
 class Tracebacks:
-    """Those that have been shown, and on which rank first."""
+    """Those that have been shown lately, when, and on which rank."""
 
-    def __init__(self) -> None:
-        self._shown: dict[tuple[bytes, ...], int] = {}
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._shown: dict[tuple[bytes, ...], tuple[float, int]] = {}
 
     def of(self, rank: int) -> Filter:
         return Filter(self, rank)
 
     def shorten(self, rank: int, frames: list[bytes]) -> list[bytes]:
-        first = self._shown.setdefault(tuple(frames), rank)
+        now = self._clock()
+        self._shown = {
+            key: (since, first)
+            for key, (since, first) in self._shown.items()
+            if since >= now - _REMEMBERED_S
+        }
+        _, first = self._shown.setdefault(tuple(frames), (now, rank))
         return frames if first == rank else [b"Traceback: the same as rank %d's" % first]
 
 

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from bagua.launch.output import STDERR, STDOUT, Output, Screen
+from bagua.launch.tracebacks import Tracebacks
 
 
 class Written:
@@ -166,7 +167,8 @@ def test_a_traceback_of_all_ranks_is_shown_once():
     assert written.take().splitlines() == expected
     written.output.show_tail(0)
     said = b"bagua-run: the last output of rank 0:"
-    assert written.take().splitlines() == [said, *expected[-6:-3]]
+    tail = [*FRAMES.splitlines(), b"ValueError: of rank 0", b"and more"]
+    assert written.take().splitlines() == [said, *(b"[0] " + line for line in tail)]
 
 
 def test_tracebacks_that_differ_are_all_shown():
@@ -182,6 +184,18 @@ def test_tracebacks_that_differ_are_all_shown():
     ]
     expected = [b"[%d] " % rank + line for rank, text in shown for line in text.splitlines()]
     assert written.take().splitlines() == expected
+
+
+def test_a_traceback_of_long_ago_is_shown_again():
+    now = 0.0
+    tracebacks = Tracebacks(lambda: now)
+    frames = FRAMES.splitlines()
+    assert tracebacks.shorten(0, frames) == frames
+    now = 20
+    assert tracebacks.shorten(1, frames) == [b"Traceback: the same as rank 0's"]
+    now = 40
+    assert tracebacks.shorten(2, frames) == frames
+    assert tracebacks.shorten(0, frames) == [b"Traceback: the same as rank 2's"]
 
 
 def test_a_traceback_in_pieces_and_one_that_does_not_end():
