@@ -48,7 +48,7 @@ test-csrc: $(STAMP)/tools googletest
 test-python: dev
 	@$(BIN)/python -m pytest $(or $(PYTEST_ARGS),--ignore=tests/parallel -m 'not slow')
 
-test-slow: dev ## the tests that wait for time limits, or start many processes
+test-slow: dev ## the tests that take long: they wait for time limits, start many processes or run what docs show
 	@$(BIN)/python -m pytest --ignore=tests/parallel -m slow
 
 # What is emulated is the processor: threads and memory are this machine's. Not the other layers' tests,

@@ -20,6 +20,8 @@ file(GLOB_RECURSE test_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/tests/csrc/
 add_executable(bagua_tests ${test_sources})
 target_link_libraries(bagua_tests PRIVATE bagua_core GTest::gtest_main)
 target_include_directories(bagua_tests PRIVATE ${CMAKE_SOURCE_DIR}/tests/csrc)
+# What is tested is optimized as in an installation; the tests themselves are to compile soon.
+target_compile_options(bagua_tests PRIVATE -O1 -g1)
 
 include(GoogleTest)
 gtest_discover_tests(bagua_tests DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 300)

@@ -16,8 +16,6 @@ from bagua.common.config import Config, variable
 from bagua.common.errors import UsageError
 from bagua.launch.flags import parse_command_line
 
-pytestmark = pytest.mark.slow
-
 BLOCKS = [block for path in FILES for block in blocks(path)]
 LANGUAGES = {"python", "diff", "bash", "text"}
 MIGRATING = sorted((ROOT / "docs").glob("migrating-from-*.md"))
@@ -31,6 +29,7 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted({block.path for block in of("python")}), ids=name)
 def test_python_blocks_run(path, run_ranks):
     result = run_ranks(2, Path(__file__).with_name("run_blocks.py"), str(path), timeout_s=120)
@@ -62,6 +61,7 @@ here
 """
 
 
+@pytest.mark.slow
 def test_wrong_blocks_are_found(tmp_path, run_ranks):
     path = tmp_path / "wrong.md"
     path.write_text("<!-- prelude\nimport bagua\nbagua.init()\n-->" + WRONG)
@@ -73,6 +73,7 @@ def test_wrong_blocks_are_found(tmp_path, run_ranks):
     assert "wrong.md:24 ok" in result.stdout[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", of("diff"), ids=str)
 def test_both_sides_of_a_diff_run(block, run_ranks):
     before, after = both_sides(block.body)
@@ -84,6 +85,7 @@ def test_both_sides_of_a_diff_run(block, run_ranks):
     assert not result.stdout[1].strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=name)
 def test_examples_run(path, run_ranks):
     result = run_ranks(2, path, "--epochs", "2")
@@ -92,6 +94,7 @@ def test_examples_run(path, run_ranks):
     assert not result.stdout[1].strip()
 
 
+@pytest.mark.slow
 def test_an_example_runs_without_a_launcher():
     command = [sys.executable, ROOT / "examples" / "digits.py", "--epochs", "1"]
     result = subprocess.run(command, capture_output=True, text=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytestmark = pytest.mark.slow
-
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.complex64]
 
 
@@ -87,6 +85,7 @@ bagua.barrier()
 """
 
 
+@pytest.mark.slow
 def test_a_message_that_does_not_come(run_ranks):
     result = run_ranks(2, STALL)
     assert result.exit_code == 0, str(result)
@@ -116,6 +115,7 @@ bagua.barrier()
 """
 
 
+@pytest.mark.slow
 def test_memory_of_what_was_interrupted_stays(run_ranks):
     result = run_ranks(2, INTERRUPT)
     assert result.exit_code == 0, str(result)
@@ -142,6 +142,7 @@ time.sleep(1)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies(run_ranks):
     result = run_ranks(3, DEATH, fault_tolerant=True)
     assert not result.timed_out, str(result)

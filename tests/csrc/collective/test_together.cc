@@ -22,7 +22,7 @@ std::vector<Load> loads_of(const Collective& row, int rank) {
   const bool copies = row.name == std::string("mirrored");
   const bool exact = row.name == std::string("scatter_reduce");
   std::vector<Load> loads;
-  for (const int64_t count : {300'007, 1, 40'001, 513, 700'000}) {
+  for (const int64_t count : {30'007, 1, 40'001, 513, 600'000}) {
     DType dtype = DType::kF32;
     if (count == 40'001 && !copies) dtype = exact ? DType::kF16 : DType::kBF16;
     if (count == 513 && exact) dtype = DType::kF64;
@@ -63,7 +63,9 @@ std::vector<Load> carried_out(const Collective& row, const Coding* coding, bool 
     } else {
       for (Job* job : all) row.run(*job);
     }
-    if (row.name == std::string("mirrored")) EXPECT_EQ(told, together ? 1 : 5);
+    if (row.name == std::string("mirrored")) {
+      EXPECT_EQ(told, together ? 1 : 5);
+    }
   }
   return loads;
 }
@@ -79,7 +81,8 @@ TEST(Together, SeveralJobsEndWithTheBitsOfOneAfterTheOther) {
       if (exact && &codec != &codecs()[0]) continue;
       if (codec.sparse != (row->name == std::string("sparse")) && !exact) continue;
       const Coding* chosen = exact ? nullptr : &coding;
-      for (const int n : {2, 3, 5})
+      const bool many = exact || codec.name == std::string("minmax_u8") || codec.sparse;
+      for (const int n : many ? std::vector<int>{2, 5} : std::vector<int>{3})
         with_jobs(
             n, DType::kF32,
             [&](int rank, Job& job) {

@@ -412,7 +412,7 @@ RequestPtr gather_of(std::vector<float>& values, int64_t rows) {
 
 // A device's own way of giving and taking memory waits for all that it does.
 // Memory of one step may still be in use when the next takes its own, which depends on who is
-// slow: a few allocations may come late, but far fewer than steps.
+// slow: one or two allocations may come late.
 TEST(NcclExchange, NoStepAllocatesOnTheDevice) {
   constexpr int kFirst = 10, kSteps = 50;
   GpuWorld world(2);
@@ -429,7 +429,7 @@ TEST(NcclExchange, NoStepAllocatesOnTheDevice) {
       coded->description.codec = "minmax_u8";
       gpu.exchange(engine, coded, values);
     }
-    EXPECT_LT(gpu.device.allocations() - before, (kSteps - kFirst) / 4);
+    EXPECT_LT(gpu.device.allocations() - before, 4);
   });
 }
 
