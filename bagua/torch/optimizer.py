@@ -24,6 +24,7 @@ from bagua.torch.gradients import Gradients, fold_of
 from bagua.torch.mixing import Mixing
 from bagua.torch.outer import Outer
 from bagua.torch.scaling import Scaling
+from bagua.torch.wrapped import Wrapped
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
@@ -34,7 +35,7 @@ Choice = Union[_One, Mapping[str, _One], Callable[[str, tuple[int, ...]], Option
 Driver = Union[Gradients, BetweenSteps]
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(Wrapped):
     """Wraps an optimizer: `backward()` leaves every rank with the same, averaged gradients.
 
     State, `param_groups`, `defaults` and hooks are the wrapped optimizer's own. Clip, unscale or
@@ -77,7 +78,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError("gradient_predivide_factor needs op=Average")
         if isinstance(groups, int):  # what num_groups was called later
             num_groups, groups = groups, None
-        self.inner = optimizer
+        super().__init__(optimizer)
         self._skip_synchronize = False
         self._named = None if named_parameters is None else list(named_parameters)
         self._process_set = process_set
@@ -338,31 +339,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         params = (param for group in self.param_groups for param in group["params"])
         return self._scaling.unscaled(told, params, self._step, alone)
 
-    # ---- what the wrapped optimizer is ---------------------------------------------------------
-
-    @property
-    def param_groups(self) -> Any:
-        return self.inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: Any) -> None:
-        self.inner.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        return self.inner.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.inner.state = state
-
-    @property
-    def defaults(self) -> Any:
-        return self.inner.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: Any) -> None:
-        self.inner.defaults = defaults
+    # ---- state ---------------------------------------------------------------------------------
 
     def state_dict(self) -> Any:
         """The wrapped optimizer's, and what this rank's algorithm keeps from step to step."""
@@ -406,33 +383,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.inner.add_param_group(param_group)
         self._driver.refresh()
 
-    def __getattr__(self, name: str) -> Any:
-        # Only what neither this object nor torch.optim.Optimizer has gets here.
-        if name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __getstate__(self) -> Any:
-        raise UsageError(
-            "a DistributedOptimizer cannot be pickled or copied; save its state_dict() instead"
-        )
-
     def __repr__(self) -> str:
         return f"Distributed{self.inner!r}"
-
-
-# Hooks are registered on, and called by, the wrapped optimizer.
-def _delegate(name: str) -> Callable[..., Any]:
-    def call(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.inner, name)(*args, **kwargs)
-
-    call.__name__ = name
-    return call
-
-
-for _name in dir(torch.optim.Optimizer):
-    if _name.startswith("register_"):
-        setattr(DistributedOptimizer, _name, _delegate(_name))
 
 
 def no_sync(optimizer: DistributedOptimizer) -> Any:
