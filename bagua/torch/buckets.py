@@ -182,6 +182,8 @@ class Bucket:
         self.start(urgency)
 
     def gather(self, urgency: Urgency) -> None:
+        if (left := self.arena.under_way()) is not None:
+            left.wait()  # of a step that was interrupted
         self.stale = False
         if self.watch is not None:
             self.watch(self.name, [(slot.name, slot.param) for slot in self.slots])

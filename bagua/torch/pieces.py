@@ -100,7 +100,7 @@ class Piece:
         if not self.done():
             for param in self._lent:
                 param.data = param.data.clone()
-        self._lent = []
+        self._lent, self._copied = [], []
 
     def launch(self, urgency: Urgency, lent: Sequence[tuple[int, torch.Tensor, int]] = ()) -> None:
         """Starts the exchange; of these slots not of what is in the arena."""
@@ -109,7 +109,7 @@ class Piece:
         self._handle = core.launch_lent(self._arena, urgency, list(lent))
 
     def done(self) -> bool:
-        return self._handle is None or bool(self._handle.poll())
+        return self._arena.under_way() is None
 
     def land_values(self) -> None:
         """Waits until the result is there, though the exchange may go on."""
@@ -123,10 +123,11 @@ class Piece:
 
     def land(self) -> None:
         """Waits for the exchange, whose result is then where its values were."""
-        if self._handle is None:
+        handle = self._handle or self._arena.under_way()
+        if handle is None:
             return
         try:
-            self._handle.wait()
+            handle.wait()
         finally:
             self._forget_if_done()
         if self._counts_ranks:

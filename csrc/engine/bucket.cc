@@ -186,7 +186,7 @@ HandlePtr Bucket::launch(Engine::Urgency urgency, const std::vector<Place>& plac
   if (keepalive)
     request->keepalive = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(
         std::move(request->keepalive), std::move(keepalive));
-  return engine_->submit(std::move(request), urgency);
+  return last_ = engine_->submit(std::move(request), urgency);
 }
 
 // Where the slots are that share a part.

@@ -75,6 +75,8 @@ class Bucket {
   HandlePtr launch(Engine::Urgency urgency, const std::vector<Place>& places = {},
                    std::shared_ptr<void> keepalive = nullptr,
                    std::vector<Device::Mark> starts = {});
+  // The last launch, if its exchange is not over: who was to wait for it may have been interrupted.
+  HandlePtr under_way() const { return last_ && !last_->done() ? last_ : nullptr; }
   // Does not take part this time: throws a UsageError, here and on the ranks that launch.
   void refuse(const std::string& problem);
 
@@ -95,6 +97,7 @@ class Bucket {
   std::vector<std::shared_ptr<float>> kept_;
   Description description_;
   std::vector<Part> parts_;
+  HandlePtr last_;
   bool movable_;               // all slots
   std::vector<int> part_of_;   // by slot; -1 for one that shares a part with others
   std::vector<int> together_;  // those

@@ -237,6 +237,13 @@ PYBIND11_MODULE(_core, m) {
                              })
       .def("ready", &Bucket::ready)
       .def("refuse", &Bucket::refuse)
+      .def("under_way",
+           [](const Bucket& b) -> py::object {
+             HandlePtr handle = b.under_way();
+             if (!handle) return py::none();
+             return py::reinterpret_steal<py::object>(
+                 make_handle(b.engine(), std::move(handle), Py_None));
+           })
       .def("count_quietly", &Bucket::count_quietly)
       .def_property_readonly("movable", &Bucket::movable)
       .def_property_readonly("large", &Bucket::large);
