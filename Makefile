@@ -176,7 +176,7 @@ $(STAMP)/tools: pyproject.toml cmake/cuda_toolkit.py $(STAMP)/venv
 	touch $@
 
 $(STAMP)/extension: $(STAMP)/tools $(BUILD_FILES)
-	@echo "installing bagua into $(VENV), editable"
+	@echo "compiling and installing bagua into $(VENV), editable: some minutes the first time"
 	$(PIP) --no-build-isolation -e '.[torch,test,dev]'
 	touch $@
 

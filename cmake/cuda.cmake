@@ -1,8 +1,10 @@
 # GPUs: the runtime, linked statically, and the kernels. nvcc is called as it is: CMake's own support
 # for CUDA wants a toolkit laid out as NVIDIA's installer does it, and wheels are not.
 find_program(BAGUA_NVCC nvcc PATHS ${BAGUA_CUDA_ROOT}/bin NO_DEFAULT_PATH REQUIRED)
-find_path(cuda_include cuda_runtime_api.h PATHS ${BAGUA_CUDA_ROOT}/include NO_DEFAULT_PATH
-  PATH_SUFFIXES ../targets/x86_64-linux/include ../targets/sbsa-linux/include REQUIRED)
+find_path(cuda_include cuda_runtime_api.h
+  PATHS ${BAGUA_CUDA_ROOT}/include
+        ${BAGUA_CUDA_ROOT}/targets/x86_64-linux/include ${BAGUA_CUDA_ROOT}/targets/sbsa-linux/include
+  NO_DEFAULT_PATH REQUIRED)
 find_library(cuda_runtime cudart_static
   PATHS ${BAGUA_CUDA_ROOT}/lib64 ${BAGUA_CUDA_ROOT}/lib
         ${BAGUA_CUDA_ROOT}/targets/x86_64-linux/lib ${BAGUA_CUDA_ROOT}/targets/sbsa-linux/lib

@@ -96,11 +96,18 @@ class Algorithm:
         return f"{type(self).__name__}({', '.join(chosen)})"
 
     def plan(self, bucket: BucketInfo, world: Ranks, step: int) -> Exchange:
-        """What to do with this bucket in this step; the same on every rank."""
+        """What to do with this bucket; the same on every rank.
+
+        Asked when buckets are made, in this step, and not again before they are made anew: what
+        changes with time is for `at`.
+        """
         return self._exchange()
 
     def at(self, step: int) -> Algorithm:
-        """The algorithm of this step: itself, or another one that it begins with."""
+        """The algorithm of this step: itself, or another one, for which buckets are made anew.
+
+        Asked in every step, counted from when this algorithm was chosen; the same on every rank.
+        """
         if step >= self.warmup_steps:
             return self
         # What ranks keep of their own gradients goes on.
@@ -175,6 +182,9 @@ def find(algorithm: str | Algorithm) -> Algorithm:
     if algorithm in _REGISTRY:
         return _REGISTRY[algorithm]()
     if algorithm in CODECS:
-        raise UsageError(f"{algorithm!r} is a codec: use Algorithm(codec={algorithm!r})")
+        raise UsageError(
+            f"{algorithm!r} is a codec, which algorithms combine with other choices: give "
+            f"bagua.algorithms.Algorithm(codec={algorithm!r}) in the script"
+        )
     hint = nearest(str(algorithm), _REGISTRY)
     raise UsageError(f"unknown algorithm {algorithm!r}; known: {', '.join(names())}{hint}")

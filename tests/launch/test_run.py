@@ -91,7 +91,9 @@ time.sleep(100)
 """
     result, _, err = run("-np", 2, *code(program))
     assert result == 128 + signal.SIGKILL
-    assert err.splitlines()[-1].endswith("was killed by signal 9 (SIGKILL)")
+    assert err.splitlines()[-1].endswith(
+        "was killed by signal 9 (SIGKILL), as the kernel does when memory runs out"
+    )
     pids = [int((tmp_path / name).read_text()) for name in ("0", "1")]
     assert not any(alive(pid) for pid in pids)
 
