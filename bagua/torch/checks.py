@@ -83,7 +83,7 @@ def check_parameters(named: Iterable[tuple[str, torch.Tensor]], process_set: Pro
     first = broadcast_object(mine, root, process_set=process_set)
     problem = None
     if repr(first) != repr(mine):
-        problem = _first_difference(first, mine, f"rank {root}", f"rank {world().rank}")
+        problem = _difference(first, mine, f"rank {root}", f"rank {world().rank}")
     gpus = {_gpu(param.device) for _, param in named if param.is_cuda}
     everyone = allgather_object((problem, gpus), process_set=process_set)
     for text, _ in everyone:
@@ -112,13 +112,19 @@ def _check_gpus(everyone: Iterable[tuple[int, set[str]]]) -> None:
                 )
 
 
-def _first_difference(
-    theirs: Sequence[Any], mine: Sequence[Any], their_rank: str, my_rank: str
-) -> str:
-    for a, b in zip(theirs, mine):
-        if a != b:
-            return f"{a} on {their_rank}, {b} on {my_rank} (name, dtype, shape, strides)"
-    return f"{len(theirs)} parameters on {their_rank}, {len(mine)} on {my_rank}"
+def _difference(theirs: Sequence[Any], mine: Sequence[Any], their_rank: str, my_rank: str) -> str:
+    names = {their_rank: [name for name, *_ in theirs], my_rank: [name for name, *_ in mine]}
+    alone = []
+    for rank, other in ((their_rank, my_rank), (my_rank, their_rank)):
+        if extra := [name for name in names[rank] if name not in names[other]]:
+            more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
+            alone.append(f"{rank} alone has {', '.join(extra[:3])}{more}")
+    if alone:
+        return "; ".join(alone)
+    unlike = [(a, b) for a, b in zip(theirs, mine) if a != b]
+    a, b = unlike[0]
+    more = f"; so do {len(unlike) - 1} more" if len(unlike) > 1 else ""
+    return f"{a} on {their_rank}, {b} on {my_rank} (name, dtype, shape, strides){more}"
 
 
 def checked_names(

@@ -102,7 +102,7 @@ class Layout:
         added = [Slot(self.name_of(p), p, next(self._numbers)) for p in fresh][::-1]
         for slot in added:
             self._add(slot)
-        named = ((slot.name, slot.param) for slot in (*known, *added))
+        named = ((slot.name, slot.param) for slot in (*known, *reversed(added)))
         check_parameters(named, self._plan.process_set)
         self.rebuild([known, added])
         return any(slot.param.grad is not None for slot in added)

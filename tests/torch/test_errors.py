@@ -186,3 +186,22 @@ def test_an_exchange_whose_launch_was_interrupted_is_waited_for(everyone, hvd, m
         assert (param.grad == mean(10)).all()
     backward(20 + everyone.me)
     assert (param.grad == mean(20)).all()
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "local_sgd"])
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ([(4, 8), (8, 2), (2, 1)], r"alone has 2\.weight, 2\.bias$"),
+        ([(4, 9), (9, 2)], r"\('0\.weight', 'float32', \(8, 4\), .* so do 2 more$"),
+        ([(4, 8), (8, 2, False)], r"rank 0 alone has 1\.bias$"),
+    ],
+    ids=["one more", "shapes", "one less"],
+)
+def test_models_that_differ(everyone, hvd, layers, words, algorithm):
+    sizes = odd_one_out(everyone, [(4, 8), (8, 2)], layers)
+    model = torch.nn.Sequential(*(torch.nn.Linear(*size) for size in sizes))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(hvd.UsageError, match="parameters differ between ranks: .*" + words):
+        hvd.DistributedOptimizer(sgd, model.named_parameters(), algorithm=algorithm)
+    still_works(hvd, "models differ")
