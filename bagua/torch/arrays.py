@@ -125,5 +125,6 @@ class TorchArrays:
         return result
 
     def like_splits(self, rows: list[int], splits: Any) -> Any:
-        dtype = splits.dtype if isinstance(splits, torch.Tensor) else torch.int32
+        usual = torch.int32 if max(rows, default=0) < 2**31 else torch.int64
+        dtype = splits.dtype if isinstance(splits, torch.Tensor) else usual
         return torch.tensor(rows, dtype=dtype)
