@@ -56,11 +56,12 @@ class Exit:
             )
         elif self.signal:
             how = f"was killed by signal {self.signal} ({signal_name(self.signal)})"
-            if self.signal == signal.SIGKILL:
-                how += ", as the kernel does when memory runs out"
         else:
             how = f"exited with code {self.code}"
-        how += " because of another rank" if self.peer else ""
+        if self.peer:
+            how += " because of another rank"
+        elif self.signal == signal.SIGKILL:
+            how += ", as the kernel does when memory runs out"
         return f"rank {self.rank} on host {self.host} {how}"
 
 

@@ -10,35 +10,22 @@ import torch
 from bagua.common.errors import UsageError
 
 
+def _of_inner(name: str) -> Any:
+    return property(
+        lambda self: getattr(self.inner, name),
+        lambda self, value: setattr(self.inner, name, value),
+    )
+
+
 class Wrapped(torch.optim.Optimizer):
     """Its state, `param_groups`, `defaults` and hooks are those of `inner`."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner  # torch's own constructor would make groups and state
 
-    @property
-    def param_groups(self) -> Any:
-        return self.inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: Any) -> None:
-        self.inner.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        return self.inner.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.inner.state = state
-
-    @property
-    def defaults(self) -> Any:
-        return self.inner.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: Any) -> None:
-        self.inner.defaults = defaults
+    param_groups = _of_inner("param_groups")
+    state = _of_inner("state")
+    defaults = _of_inner("defaults")
 
     def __getattr__(self, name: str) -> Any:
         # Only what neither this object nor torch.optim.Optimizer has gets here.
