@@ -18,7 +18,7 @@ std::vector<PyObject*>& written() {
 struct Torch {
   PyObject* tensor;     // the class
   PyObject* increment;  // of a tensor's version
-  bool several;         // takes a tuple of them, as it does from torch 2.6 on
+  bool several;         // takes a tuple of them, as newer ones do
 
   bool tell(PyObject* tensors) const {
     PyObject* const answer = PyObject_CallOneArg(increment, tensors);

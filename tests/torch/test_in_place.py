@@ -124,6 +124,6 @@ assert weights._version > before
 
 @pytest.mark.ranks(1)
 def test_a_torch_without_a_table_of_exchange_hears_of_what_was_written():
-    """Until 2.9 its tensors offer none, and until 2.5 it is told of one at a time."""
+    """An older one's tensors offer none, and it may have to be told of one at a time."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(JOB)}
     subprocess.run([sys.executable, "-c", OLDER_TORCH], env=clean, check=True)
