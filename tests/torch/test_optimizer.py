@@ -944,18 +944,6 @@ def test_bad_names(hvd):
         hvd.DistributedOptimizer(sgd, backward_passes_per_step=0)
 
 
-def test_models_that_differ_between_ranks(everyone, hvd):
-    odd = everyone.size > 1 and everyone.me == everyone.size - 1
-    model = nn.Linear(6, 4 if odd else 3)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    if everyone.size == 1:
-        hvd.DistributedOptimizer(sgd, model.named_parameters())
-        return
-    with pytest.raises(hvd.UsageError, match=f"weight.*on rank 0.*on rank {everyone.size - 1}"):
-        hvd.DistributedOptimizer(sgd, model.named_parameters())
-    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == everyone.size
-
-
 def test_skip_synchronize_and_explicit_synchronize(everyone, hvd):
     model, oracle = mlp(), mlp()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
