@@ -24,7 +24,7 @@ from bagua.algorithms import (
     LocalSGD,
     LowPrecisionDecentralized,
 )
-from bagua.torch import outer
+from bagua.torch import outer, pieces
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -333,6 +333,45 @@ def test_who_is_interrupted_keeps_weights_that_nobody_writes(everyone, hvd):
     if everyone.size > 1:
         right = (everyone.me + 1) % everyone.size
         assert torch.equal(everyones[right]["kept.1"]["w"], mine)
+
+
+@pytest.mark.parametrize("when", ["step", "forward"])
+def test_an_interrupted_round_is_an_error_everywhere(everyone, hvd, when, monkeypatch):
+    """What only some ranks have completed must not become the weights of all."""
+    param = nn.Parameter(torch.ones(1000))
+    sgd = torch.optim.SGD([param], lr=0.1)
+    algorithm = LocalSGD(every=2, when=when)
+    optimizer = hvd.DistributedOptimizer(sgd, [("w", param)], algorithm=algorithm)
+
+    def step() -> None:
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+
+    for _ in range(5):
+        step()
+
+    def interrupt(*_) -> None:
+        raise KeyboardInterrupt
+
+    if everyone.me == 0:
+        with monkeypatch.context() as patched:
+            patched.setattr(pieces.Piece, "set_weights", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                step()
+    else:
+        step()
+    step()
+    told = []
+    for _ in range(4):
+        try:
+            step()
+        except hvd.UsageError as error:
+            told.append("interrupted in the middle of a round" in str(error))
+    assert told
+    assert all(told)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == everyone.size
+    optimizer.settle()
+    assert (param == 1).all()
 
 
 def test_autograd_knows_of_large_weights_that_moved_when_the_step_ends(everyone, hvd):
