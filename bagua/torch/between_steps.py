@@ -4,6 +4,7 @@ the result, which mixing.py, background.py and outer.py say. Backward is left al
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ import torch
 
 from bagua.algorithms import Algorithm, BucketInfo, Exchange
 from bagua.common.core import core
+from bagua.common.errors import UsageError
 from bagua.common.kinds import Average
 from bagua.common.objects import broadcast_object
 from bagua.common.process_set import ProcessSet
@@ -221,7 +223,8 @@ class BetweenSteps:
 
     def load_state(self, loaded: dict[str, Any] | None, step: int) -> None:
         """It is taken up before the next step, where all ranks are."""
-        self._land()
+        with contextlib.suppress(UsageError):  # of what is not used any more
+            self._land()
         self._loaded, self._step, self._begun = loaded, step, False
 
     @property

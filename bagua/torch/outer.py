@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 
@@ -137,6 +138,9 @@ class Outer(BetweenSteps):
         for copies in (self._common, self._begins):
             for piece, copy in zip(self._pieces, copies):
                 piece.copy_weights(piece.views_of(copy))
+
+    def state(self) -> dict[str, Any] | None:
+        return None if self._torn else super().state()
 
     def _kept(self) -> Kept:
         kept = super()._kept()

@@ -349,6 +349,7 @@ def test_an_interrupted_round_is_an_error_everywhere(everyone, hvd, when, monkey
 
     for _ in range(5):
         step()
+    saved = copy.deepcopy(optimizer.state_dict())
 
     def interrupt(*_) -> None:
         raise KeyboardInterrupt
@@ -369,6 +370,9 @@ def test_an_interrupted_round_is_an_error_everywhere(everyone, hvd, when, monkey
             told.append("interrupted in the middle of a round" in str(error))
     assert told
     assert all(told)
+    optimizer.load_state_dict(saved)
+    for _ in range(4):
+        step()
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == everyone.size
     optimizer.settle()
     assert (param == 1).all()
