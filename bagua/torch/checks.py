@@ -123,7 +123,7 @@ def _difference(theirs: Sequence[Any], mine: Sequence[Any], their_rank: str, my_
         return "; ".join(alone)
     unlike = [(a, b) for a, b in zip(theirs, mine) if a != b]
     a, b = unlike[0]
-    more = f"; so do {len(unlike) - 1} more" if len(unlike) > 1 else ""
+    more = f", and {len(unlike) - 1} more" if len(unlike) > 1 else ""
     return f"{a} on {their_rank}, {b} on {my_rank} (name, dtype, shape, strides){more}"
 
 

@@ -193,7 +193,7 @@ def test_an_exchange_whose_launch_was_interrupted_is_waited_for(everyone, hvd, m
     ("layers", "words"),
     [
         ([(4, 8), (8, 2), (2, 1)], r"alone has 2\.weight, 2\.bias$"),
-        ([(4, 9), (9, 2)], r"\('0\.weight', 'float32', \(8, 4\), .* so do 2 more$"),
+        ([(4, 9), (9, 2)], r"\('0\.weight', 'float32', \(8, 4\), .* and 2 more$"),
         ([(4, 8), (8, 2, False)], r"rank 0 alone has 1\.bias$"),
     ],
     ids=["one more", "shapes", "one less"],
