@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -13,6 +11,7 @@ from bagua.common.errors import UsageError
 from bagua.common.handle import Handle
 from bagua.common.kinds import Kind, ReduceOp, Urgency
 from bagua.common.process_set import ProcessSet
+from bagua.common.warn import warn
 from bagua.common.world import world
 
 _ALLREDUCE = Kind.ALLREDUCE  # looked up hundreds of times a step
@@ -259,9 +258,7 @@ def reduce_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceO
     if average is not None:
         if op is not None:
             raise UsageError("give either op or average (deprecated), not both")
-        warnings.warn(
-            "average= is deprecated; use op=Average or op=Sum", FutureWarning, _callers_level()
-        )
+        warn("average= is deprecated; use op=Average or op=Sum", FutureWarning)
         return ReduceOp.Average if average else ReduceOp.Sum
     if type(op) is ReduceOp:
         return op
@@ -272,11 +269,3 @@ def reduce_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceO
     except ValueError:
         names = ", ".join(known.name for known in ReduceOp)
         raise UsageError(f"op={op!r} is no reduction; give bagua.{names}") from None
-
-
-def _callers_level() -> int:
-    """How far up the first frame outside of this package is, as warnings count."""
-    level, frame = 1, sys._getframe(1)
-    while frame and frame.f_globals.get("__name__", "").startswith("bagua."):
-        level, frame = level + 1, frame.f_back  # type: ignore[assignment]
-    return level

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from bagua.common.errors import UsageError
 from bagua.common.kinds import Average
 from bagua.common.objects import broadcast_object
 from bagua.common.process_set import ProcessSet
+from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch import capture, kept, ops
 from bagua.torch.arrays import dtype_name
@@ -165,7 +165,7 @@ class BetweenSteps:
         if found:
             skipped = "; this rank keeps its weights" if self.skips else ""
             where = f"{found} on rank {world().rank}"
-            warnings.warn(f"step {self._step}: NaN or Inf in {where}{skipped}", stacklevel=4)
+            warn(f"step {self._step}: NaN or Inf in {where}{skipped}")
 
     def _name(self, param: torch.Tensor) -> str:
         return self._names.setdefault(param, f"parameter.{len(self._names)}")

@@ -8,7 +8,6 @@ weights there are.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from bagua.common.kinds import ReduceOp
 from bagua.common.numpy_ops import allreduce
 from bagua.common.objects import allgather_object
 from bagua.common.process_set import ProcessSet
+from bagua.common.warn import warn
 
 KEY = "bagua"
 
@@ -69,10 +69,9 @@ def agrees(
     if any(theirs != layout for _, theirs in everyone):
         problems.append("ranks have checkpoints of different steps, or none")
     if problems and warns:
-        warnings.warn(
+        warn(
             "what the algorithm had kept cannot be taken up from this checkpoint and begins anew"
             f"{instead}: {problems[0]}. Let every rank save and load one of its own to go on in "
             "the same bits",
-            stacklevel=2,
         )
     return not problems

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import torch
 
 from bagua.common.kinds import Urgency
+from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch.between_steps import BetweenSteps, Kept
 from bagua.torch.pieces import land_all
@@ -68,10 +68,9 @@ class Mixing(BetweenSteps):
         for piece in self._pieces if untouched else ():
             piece.take_weights()
         if not untouched:
-            warnings.warn(
+            warn(
                 "weights were changed while their average travelled, which is given up; with "
                 "when='step' they may be changed between steps",
-                stacklevel=4,
             )
 
     def _count_versions(self) -> int:

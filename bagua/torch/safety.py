@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from bagua.common.kinds import ReduceOp
 from bagua.common.numpy_ops import allreduce
 from bagua.common.objects import allgather_object
 from bagua.common.process_set import ProcessSet
+from bagua.common.warn import warn
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -43,11 +43,10 @@ def warn_of_difference(named: Named, name: str, process_set: ProcessSet) -> None
     text = _difference(named, [_checksum(param) for _, param in named], name, process_set)
     text = text or "replicas differ, nobody says where since a rank has joined"
     if process_set.rank() == 0:
-        warnings.warn(
+        warn(
             f"{text}. They share gradients from now on, but began unequal and stay so: call "
             "broadcast_parameters(model.state_dict(), root_rank=0) after making or loading the "
             "model",
-            stacklevel=3,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -11,6 +10,7 @@ import torch
 from bagua import algorithms
 from bagua.common.errors import UsageError
 from bagua.common.process_set import ProcessSet
+from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch import broadcast_optimizer_state, broadcast_parameters
 from bagua.torch.own import is_own
@@ -120,10 +120,9 @@ def _warn_of_strangers(names: Names, stepped: set[torch.Tensor]) -> None:
     ]
     if strangers:
         shown = ", ".join(strangers[:_SHOWN]) + (", …" if len(strangers) > _SHOWN else "")
-        warnings.warn(
+        warn(
             f"{len(strangers)} parameters belong to none of the optimizers ({shown}): they are "
             "made equal now, but their gradients are not exchanged",
-            stacklevel=4,
         )
 
 

@@ -339,7 +339,9 @@ def test_what_does_not_travel_is_looked_at(everyone, hvd, setting, name):
             warnings.simplefilter("always")
             (params[0].sum() + scale * params[1].sum() + params[2].sum()).backward()
             optimizer.step()
-        words = [str(each.message) for each in caught if "NaN or Inf" in str(each.message)]
+        caught = [each for each in caught if "NaN or Inf" in str(each.message)]
+        assert {each.filename for each in caught} <= {__file__}, "the user's line"
+        words = [str(each.message) for each in caught]
         travel = name in ("gradient_allreduce", "powersgd")
         assert bool(words) == (step == 1 and everyone.me == (0 if travel else last))
         assert all(f"own on rank {last}" in said.replace(" (own)", "") for said in words)
@@ -359,7 +361,9 @@ def test_what_is_exact_on_one_machine_is_said(everyone, hvd):
         with warnings.catch_warnings(record=True) as w:
             warnings.simplefilter("always")
             hvd.DistributedOptimizer(sgd, algorithm=algorithm)
-        words = [str(warning.message) for warning in w if "share a machine" in str(warning.message)]
+        w = [warning for warning in w if "share a machine" in str(warning.message)]
+        assert {warning.filename for warning in w} <= {__file__}, "the user's line"
+        words = [str(warning.message) for warning in w]
         assert bool(words) == (says and everyone.size > 1 and everyone.me == 0)
         assert all("bytegrad is exact" in said for said in words)
     with pytest.raises(hvd.UsageError, match=r"'sign1' is a codec, .*Algorithm\(codec='sign1'\)"):

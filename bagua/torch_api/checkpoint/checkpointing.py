@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Union
@@ -23,6 +22,7 @@ import torch
 
 from bagua.common.errors import UsageError
 from bagua.common.objects import allgather_object, broadcast_object
+from bagua.common.warn import warn
 from bagua.torch_api.checkpoint import files
 from bagua.torch_api.checkpoint.items import Items, Key, digest, items_of, take_up
 from bagua.torch_api.data_parallel import DistributedDataParallel
@@ -125,10 +125,9 @@ def _of_this_rank(folder: Path, shared: files.State) -> Items:
                 "as many"
             )
         if (shared["differ"] or shared["kept"]) and get_rank() == 0:
-            warnings.warn(
+            warn(
                 f"{folder} is of {ranks} ranks, here are {get_world_size()}: all begin with what "
                 "rank 0 had, and what the algorithm had kept begins anew",
-                stacklevel=3,
             )
         return items
     own = files.read(folder / files.rank_file(get_rank()))

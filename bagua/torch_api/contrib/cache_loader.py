@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections.abc import Callable, Mapping
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
 from bagua.common.config import check_one_of
 from bagua.common.errors import UsageError
+from bagua.common.warn import warn
 from bagua.torch_api.contrib.file_store import FileStore
 from bagua.torch_api.contrib.redis_store import RedisStore
 
@@ -95,10 +95,9 @@ class CacheLoader:
 
     def _warn_of_unreadable(self, name: str, error: Exception) -> None:
         if not self._warned:
-            warnings.warn(
+            warn(
                 f"the cached value of {name} cannot be read ({type(error).__name__}: {error}); it "
                 "is made again, as others will be",
-                stacklevel=3,
             )
         self._warned = True
 

@@ -8,12 +8,12 @@ import hashlib
 import os
 import tempfile
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
 from bagua.common.errors import UsageError
+from bagua.common.warn import warn
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNFINISHED = "tmp"
@@ -81,7 +81,7 @@ class FileStore:
             if error.errno not in _FULL:
                 raise
             self._full = True
-            warnings.warn(f"{self._folder} is full; the rest is not cached", stacklevel=3)
+            warn(f"{self._folder} is full; the rest is not cached")
 
     def _write(self, path: Path, data: bytes) -> None:
         """All of it or nothing: others may look for it now."""

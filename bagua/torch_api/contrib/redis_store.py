@@ -6,7 +6,6 @@ import contextlib
 import functools
 import secrets
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from urllib.parse import quote
 from bagua.common.errors import UsageError
 from bagua.common.machine import machine
 from bagua.common.objects import allgather_object
+from bagua.common.warn import warn
 from bagua.common.world import addresses
 from bagua.torch_api.contrib.redis_server import RedisServer
 from bagua.torch_api.world import get_local_rank
@@ -108,10 +108,9 @@ class RedisStore:
             if "maxmemory" not in str(error):  # older clients have no class for it
                 raise
             if not self._full:
-                warnings.warn(
+                warn(
                     f"redis at {_said(self._addresses[number])} is full and forgets nothing (see "
                     "its maxmemory-policy); the rest is not cached",
-                    stacklevel=4,
                 )
             self._full = True
 
@@ -139,10 +138,9 @@ class RedisStore:
             return question(self._clients[number])
         except (exceptions.ConnectionError, exceptions.TimeoutError) as error:
             if number not in self._lost_until:
-                warnings.warn(
+                warn(
                     f"redis at {_said(self._addresses[number])} is lost: {error}; what it had is "
                     "made again",
-                    stacklevel=4,
                 )
             self._lost_until[number] = time.monotonic() + _LOST_S
             return None

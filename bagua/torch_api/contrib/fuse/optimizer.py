@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from bagua.common.errors import UsageError
+from bagua.common.warn import warn
 from bagua.torch import DistributedOptimizer
 
 _log = logging.getLogger("bagua")
@@ -58,10 +58,9 @@ def fuse_optimizer(optimizer: _Optimizer, do_flatten: bool = True) -> _Optimizer
     inner = optimizer.inner if isinstance(optimizer, DistributedOptimizer) else optimizer
     flags = [_fuse(inner, group) for group in inner.param_groups]
     if not any(flags):
-        warnings.warn(
+        warn(
             f"{type(inner).__name__} steps one parameter after the other as before: torch has "
             "nothing faster for these",
-            stacklevel=2,
         )
     _log.info("%s steps groups by %s", type(inner).__name__, [flag or "loop" for flag in flags])
     if len(set(flags)) == 1 and flags[0]:
