@@ -23,12 +23,12 @@ def usable_cores() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def share(mine: frozenset[int], everyone: Sequence[frozenset[int]]) -> float:
+def core_share(mine: frozenset[int], everyone: Sequence[frozenset[int]]) -> float:
     """Of each core that this rank may use, its share among the ranks that may.
 
-    >>> share(frozenset({0, 1}), [frozenset({0, 1}), frozenset({1})])
+    >>> core_share(frozenset({0, 1}), [frozenset({0, 1}), frozenset({1})])
     1.5
-    >>> share(frozenset(range(6)), [frozenset(range(6))] * 6)  # a hair less would mean no core
+    >>> core_share(frozenset(range(6)), [frozenset(range(6))] * 6)  # a hair less would mean no core
     1.0
     """
     shares = (Fraction(1, sum(core in cores for cores in everyone)) for core in mine)

@@ -19,7 +19,7 @@ from bagua.common.config import Config, nccl_shares_gpu, report_verdict, torchru
 from bagua.common.core import core
 from bagua.common.errors import BaguaError, PeerError, UsageError
 from bagua.common.kinds import Kind, Urgency
-from bagua.common.machine import machine, share, usable_cores
+from bagua.common.machine import core_share, machine, usable_cores
 from bagua.common.meeting import (
     Communicator,
     by_host,
@@ -82,7 +82,7 @@ class World:
             settings["inline_drive"] = False  # keeps all MPI on the coordination thread
         places = comm.allgather((os.getpid(), machine(), usable_cores()))
         _, here, mine = places[self.rank]
-        self.core_count = share(mine, [cores for _, there, cores in places if there == here])
+        self.core_count = core_share(mine, [cores for _, there, cores in places if there == here])
         if settings["helpers"] < 0:
             settings["helpers"] = min(max(self.core_count - 1, 0), _MOST_HELPERS)
         settings["helpers"] = int(settings["helpers"])

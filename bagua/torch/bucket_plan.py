@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from bagua.algorithms import Algorithm, BucketInfo
+from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
@@ -94,3 +95,23 @@ class Plan:
         elif exchange.low_rank and not alone:
             kind = LowRankBucket
         return kind(name, info, slots, dtype, exchange, self.scales, self.process_set, self.fold)
+
+
+def fold_of(optimizer: torch.optim.Optimizer, algorithm: Algorithm) -> Fold | None:
+    """What makes momentum of gradients, where that is what travels."""
+    if algorithm.momentum_correction:
+        for group in optimizer.param_groups:
+            if group.get("momentum") or "betas" in group:
+                raise UsageError(
+                    f"{algorithm!r} has a momentum of its own, before the exchange; use SGD with "
+                    "momentum=0"
+                )
+    if algorithm.what != "momentum":
+        return None
+    fold = getattr(optimizer, "fold_gradients", None)
+    if fold is None:
+        raise UsageError(
+            f"{algorithm!r} exchanges the optimizer's momentum, which {type(optimizer).__name__} "
+            "does not offer; use bagua.torch.QAdam"
+        )
+    return fold

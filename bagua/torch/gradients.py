@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -23,10 +22,12 @@ from bagua.common.errors import BaguaError, UsageError
 from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.objects import broadcast_object
 from bagua.common.process_set import ProcessSet
+from bagua.common.warn import warn
 from bagua.common.world import world
-from bagua.torch import capture, hooks, kept, lost
-from bagua.torch.bucket_plan import Plan
-from bagua.torch.buckets import Bucket, Fold, claims
+from bagua.torch import capture, hooks
+from bagua.torch.bucket_plan import Plan, fold_of
+from bagua.torch.buckets import Bucket, claims
+from bagua.torch.checkpointed import Checkpointed
 from bagua.torch.checks import checked_names
 from bagua.torch.grouping import Grouping
 from bagua.torch.layout import Layout
@@ -105,11 +106,9 @@ class Gradients:
         self._task = -1  # the backward pass, as autograd counts them
         self._exchanged = False  # since the last step
         self._unshared = False  # local gradients that no exchange has seen
-        self._loaded: dict[str, Any] | None = None  # state that is to be taken up
-        self._state_due = False
         self.skips = False  # the next step, since gradients are no numbers
         self.refresh()
-        self._state_due = self._keeps_something()
+        self._kept = Checkpointed(self._plan, self.layout)
 
     def __del__(self) -> None:
         self.close()
@@ -119,14 +118,12 @@ class Gradients:
         return self._plan.algorithm
 
     def change(self, algorithm: Algorithm) -> None:
-        """Goes on with another algorithm; what was lost so far is not, where it still counts."""
+        """Goes on with another algorithm."""
         self.look_again()
         self._plan.fold = fold_of(self._optimizer, algorithm)
         before, self._plan.algorithm = self._plan.algorithm, algorithm
         self.layout.rebuild(self.layout.runs, exactly=True)
-        if _residuals_of(before) != _residuals_of(algorithm):
-            lost.restore(None, self.layout.buckets)
-        self._state_due = self._keeps_something()
+        self._kept.changed(before)
 
     def settle(self) -> None:
         """Replicas are equal at any time."""
@@ -179,7 +176,7 @@ class Gradients:
         contested = claims.contested and any(
             claims.is_contested(slot.param) for slot in bucket.slots
         )
-        return self._state_due or bool(contested)
+        return self._kept.due or bool(contested)
 
     def notice_failure(self) -> None:
         """Autograd has forgotten a pass; unless it has ended, the next hook has to notice."""
@@ -196,7 +193,7 @@ class Gradients:
             )
         if self._watch is not None:
             capture.refuse("check_finite has the host look at numbers; turn it off")
-        if not self.layout.settled or self._state_due:
+        if not self.layout.settled or self._kept.due:
             capture.refuse("ranks settle on buckets first; take two before")
         self._in_backward = True
         self._unshared = True
@@ -273,7 +270,7 @@ class Gradients:
         self.skips = bool(found) and world().config.check_finite == "skip"
         if found and self._process_set.rank() == 0:
             skipped = "; the step is skipped on all ranks" if self.skips else ""
-            warnings.warn(f"step {self._plan.step}: NaN or Inf in {found}{skipped}", stacklevel=4)
+            warn(f"step {self._plan.step}: NaN or Inf in {found}{skipped}")
 
     def _launch_rest(self) -> None:
         """Launches what is not under way; once. What goes wrong is told by `_exchange`."""
@@ -292,7 +289,7 @@ class Gradients:
             return
         self._all_gathered = True
         try:
-            self._take_up_state()
+            self._kept.take_up()
             self.layout.agree_at_first()
             self._loose.launch(None if self._watch is None else self._watch.look)
             # All are read before any is written: two parameters may have one gradient.
@@ -386,80 +383,18 @@ class Gradients:
     # ---- what is kept from step to step --------------------------------------------------------
 
     def state(self) -> dict[str, Any] | None:
-        if self._loaded is not None:
-            return self._loaded
-        if not self._keeps_something():
-            return None
-        names = [[slot.name for slot in run] for run in self.layout.runs]
-        return {
-            "identity": self._identity(),
-            "layout": (self._plan.step, self.layout.order is None, names),
-            "lost": lost.by_name(self.layout.buckets),
-        }
+        return self._kept.state()
 
     def load_state(self, loaded: dict[str, Any] | None, step: int) -> None:
         """It is taken up in the next exchange, where all ranks are."""
-        self._loaded, self._plan.step = loaded, step
-        self._state_due = self._keeps_something()
+        self._plan.step = step
+        self._kept.load(loaded)
 
     @property
     def state_due(self) -> bool:
         """Whether ranks agree on what they have loaded, in the next exchange."""
-        return self._state_due
+        return self._kept.due
 
     def go_to(self, step: int, state_due: bool) -> None:
         """As all ranks do."""
-        self._plan.step, self._state_due = step, state_due
-
-    def _keeps_something(self) -> bool:
-        """Codecs whose blocks span parameters give other bits where buckets are laid out anew."""
-        return lost.something(self.layout.buckets) or any(b.in_blocks for b in self.layout.buckets)
-
-    def _identity(self) -> dict[str, object]:
-        mine = kept.identity(self.algorithm, self._process_set, sorted(self.layout.by_name))
-        if not lost.something(self.layout.buckets):  # a layout is everybody's
-            del mine["rank"], mine["size"]
-        return mine
-
-    def _take_up_state(self) -> None:
-        """The ranks agree whether all can, in the first exchange and after loading."""
-        if not self._state_due:
-            return
-        loaded, self._loaded, self._state_due = self._loaded, None, False
-        had_loaded = loaded is not None
-        name = f"{self._plan.prefix}.state"
-        loses = lost.something(self.layout.buckets)  # else it is of buckets, and little
-        if not kept.agrees(loaded, self._identity(), name, self._process_set, warns=loses):
-            loaded = None
-        if loaded is not None:
-            _, learned, names = loaded["layout"]
-            if learned:
-                self.layout.order = None
-            self.layout.rebuild_as(names)
-        if had_loaded:
-            lost.restore(loaded and loaded["lost"], self.layout.buckets)
-
-
-def _residuals_of(algorithm: Algorithm) -> tuple[object, ...]:
-    """What residuals are of; where this differs they mean nothing to each other."""
-    return algorithm.what, algorithm.hierarchical, bool(algorithm.momentum_correction)
-
-
-def fold_of(optimizer: torch.optim.Optimizer, algorithm: Algorithm) -> Fold | None:
-    """What makes momentum of gradients, where that is what travels."""
-    if algorithm.momentum_correction:
-        for group in optimizer.param_groups:
-            if group.get("momentum") or "betas" in group:
-                raise UsageError(
-                    f"{algorithm!r} has a momentum of its own, before the exchange; use SGD with "
-                    "momentum=0"
-                )
-    if algorithm.what != "momentum":
-        return None
-    fold = getattr(optimizer, "fold_gradients", None)
-    if fold is None:
-        raise UsageError(
-            f"{algorithm!r} exchanges the optimizer's momentum, which {type(optimizer).__name__} "
-            "does not offer; use bagua.torch.QAdam"
-        )
-    return fold
+        self._plan.step, self._kept.due = step, state_due

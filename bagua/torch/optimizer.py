@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Optional, Union
@@ -11,16 +10,19 @@ from typing import Any, Optional, Union
 import torch
 
 from bagua.algorithms import Algorithm, PerParameter, QAdam, find
+from bagua.common.config import Config
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.process_set import ProcessSet, global_process_set
+from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch import capture, kept, safety
 from bagua.torch.background import Background
 from bagua.torch.between_steps import BetweenSteps
+from bagua.torch.bucket_plan import fold_of
 from bagua.torch.checks import check_algorithm, check_own, checked_names
 from bagua.torch.compression import Compression
-from bagua.torch.gradients import Gradients, fold_of
+from bagua.torch.gradients import Gradients
 from bagua.torch.mixing import Mixing
 from bagua.torch.outer import Outer
 from bagua.torch.scaling import Scaling
@@ -97,6 +99,8 @@ class DistributedOptimizer(Wrapped):
         self._scaling = Scaling()
         self._loaded: dict[str, Any] | None = None  # of an algorithm that comes with the next step
         self._algorithm = self._checked(algorithm or world().config.algorithm)
+        if algorithm is not None:
+            self._tell_what_is_overruled()
         self._tell_what_is_exact()
         self._driver: Driver = self._driver_of(self._algorithm.at(0))
         self.set_backward_passes_per_step(backward_passes_per_step)
@@ -236,6 +240,12 @@ class DistributedOptimizer(Wrapped):
         if isinstance(self._driver, Background):
             self._driver.resting = resting
 
+    def _tell_what_is_overruled(self) -> None:
+        wanted = world().config.algorithm
+        overruled = wanted != Config.algorithm and find(wanted) != self._algorithm
+        if overruled and world().rank == self._process_set.ranks[0]:
+            warn(f"the script's choice, {self._algorithm!r}, overrules the setting {wanted!r}")
+
     def _tell_what_is_exact(self) -> None:
         """Who tries an algorithm on one machine should know that it is another one there."""
         chosen, group = self._algorithm, self._process_set
@@ -243,11 +253,10 @@ class DistributedOptimizer(Wrapped):
         if not counts or group.size() < 2 or world().rank != group.ranks[0]:
             return
         if world().engine.node_count(group._id()) == 1:
-            warnings.warn(
+            warn(
                 f"all ranks share a machine, where {chosen.name or 'this algorithm'} is exact: its "
                 "codec and its peers count between machines. To have them here, too, give it "
                 "hierarchical=False, or let ranks exchange messages (bagua-run --transport mpi)",
-                stacklevel=4,
             )
 
     def _checked(self, algorithm: Choice) -> Algorithm:

@@ -1,0 +1,79 @@
+"""What exchanges of gradients keep from step to step, as a checkpoint has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bagua.algorithms import Algorithm
+from bagua.torch import kept, lost
+from bagua.torch.bucket_plan import Plan
+from bagua.torch.layout import Layout
+
+
+class Checkpointed:
+    """See the module. What was loaded is taken up in the next exchange, where all ranks are."""
+
+    def __init__(self, plan: Plan, layout: Layout) -> None:
+        self._plan = plan
+        self._layout = layout
+        self._loaded: dict[str, Any] | None = None
+        # Whether ranks agree on what they have loaded, in the next exchange.
+        self.due = self._keeps_something()
+
+    def changed(self, before: Algorithm) -> None:
+        """What was lost so far is not, where it still counts."""
+        if _residuals_of(before) != _residuals_of(self._plan.algorithm):
+            lost.restore(None, self._layout.buckets)
+        self.due = self._keeps_something()
+
+    def state(self) -> dict[str, Any] | None:
+        if self._loaded is not None:
+            return self._loaded
+        if not self._keeps_something():
+            return None
+        names = [[slot.name for slot in run] for run in self._layout.runs]
+        return {
+            "identity": self._identity(),
+            "layout": (self._plan.step, self._layout.order is None, names),
+            "lost": lost.by_name(self._layout.buckets),
+        }
+
+    def load(self, loaded: dict[str, Any] | None) -> None:
+        self._loaded = loaded
+        self.due = self._keeps_something()
+
+    def take_up(self) -> None:
+        """The ranks agree whether all can, in the first exchange and after loading."""
+        if not self.due:
+            return
+        loaded, self._loaded, self.due = self._loaded, None, False
+        had_loaded = loaded is not None
+        plan, layout = self._plan, self._layout
+        loses = lost.something(layout.buckets)  # else it is of buckets, and little
+        name = f"{plan.prefix}.state"
+        if not kept.agrees(loaded, self._identity(), name, plan.process_set, warns=loses):
+            loaded = None
+        if loaded is not None:
+            _, learned, names = loaded["layout"]
+            if learned:
+                layout.order = None
+            layout.rebuild_as(names)
+        if had_loaded:
+            lost.restore(loaded and loaded["lost"], layout.buckets)
+
+    def _keeps_something(self) -> bool:
+        """Codecs whose blocks span parameters give other bits where buckets are laid out anew."""
+        buckets = self._layout.buckets
+        return lost.something(buckets) or any(bucket.in_blocks for bucket in buckets)
+
+    def _identity(self) -> dict[str, object]:
+        plan, layout = self._plan, self._layout
+        mine = kept.identity(plan.algorithm, plan.process_set, sorted(layout.by_name))
+        if not lost.something(layout.buckets):  # a layout is everybody's
+            del mine["rank"], mine["size"]
+        return mine
+
+
+def _residuals_of(algorithm: Algorithm) -> tuple[object, ...]:
+    """What residuals are of; where this differs they mean nothing to each other."""
+    return algorithm.what, algorithm.hierarchical, bool(algorithm.momentum_correction)
