@@ -42,9 +42,13 @@ class Background(BetweenSteps):
         given, self._given = self._given, []
         land_all(self._pieces)
         self._next_s = time.monotonic() + self._exchange.sync_interval_ms / 1e3
+        moves = {}  # by memory, which parameters may share: it moves once
         for piece, before in zip(self._pieces, given):
             piece.flat -= before
-            torch._foreach_add_(piece.params, piece.views)
+            for param, view in zip(piece.params, piece.views):
+                moves[param.data_ptr()] = param, view
+        params, views = zip(*moves.values())
+        torch._foreach_add_(params, views)
 
     def _drop(self) -> None:
         self._given = []

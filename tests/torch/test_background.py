@@ -93,3 +93,22 @@ def test_is_what_one_loop_over_all_ranks_gives(everyone, hvd, inner):
     for param, theirs in zip(mine.params, zip(*(replica.values() for replica in replicas))):
         mean = torch.stack(theirs).mean(0)
         torch.testing.assert_close(param.detach(), mean, rtol=1e-5, atol=1e-5)
+
+
+def test_memory_that_parameters_share_moves_once(everyone, hvd):
+    first, second = (nn.Parameter(torch.zeros(700)) for _ in range(2))
+    second.data = first.data
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([first, second], lr=0.1), algorithm=AsyncModelAverage(sync_interval_ms=0.0)
+    )
+    optimizer.step()
+    optimizer.settle()
+    first.data.fill_(everyone.me)
+    driver, used = optimizer._driver, []
+    finish = driver._finish
+    driver._finish = lambda: (finish(), used.append(first.tolist()))
+    while not used:
+        optimizer.step()
+        time.sleep(0.001)
+    assert used[0] == [(everyone.size - 1) / 2] * 700
+    optimizer.settle()
