@@ -217,6 +217,7 @@ class Bucket:
         gather = core.locate if reads else core.gather
         for i in gather(self._params, self._notices):
             slot = self.slots[i]
+            self._check_kind(slot)
             grad = slot.dense_gradient()
             if grad is None or (grad.is_sparse and slot.may_be_sparse):
                 slot.view.zero_()
@@ -239,6 +240,15 @@ class Bucket:
         if views:
             torch._foreach_copy_(views, grads)
         self._transform()
+
+    def _check_kind(self, slot: Slot) -> None:
+        now, known = slot.param, slot.view
+        if now.shape != known.shape or not (self.casts or now.dtype == known.dtype):
+            raise UsageError(
+                f"{slot.name} was {known.dtype} {tuple(known.shape)} when its gradients were "
+                f"first exchanged, and is {now.dtype} {tuple(now.shape)} now: convert the model "
+                "before DistributedOptimizer is made"
+            )
 
     def _transform(self) -> None:
         """Makes of the gradients in the arena what is to travel."""

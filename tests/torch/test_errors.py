@@ -205,3 +205,23 @@ def test_models_that_differ(everyone, hvd, layers, words, algorithm):
     with pytest.raises(hvd.UsageError, match="parameters differ between ranks: .*" + words):
         hvd.DistributedOptimizer(sgd, model.named_parameters(), algorithm=algorithm)
     still_works(hvd, "models differ")
+
+
+@pytest.mark.parametrize("becomes", ["double", "wider"])
+def test_a_model_that_is_converted_too_late(everyone, hvd, becomes):
+    model = torch.nn.Linear(4, 2)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    hvd.broadcast_parameters(model.state_dict())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if becomes == "double":
+        model.double()
+    else:
+        model.weight.data, model.bias.data = torch.ones(3, 4), torch.ones(3)
+    loss = model(torch.ones(4, dtype=model.weight.dtype)).sum()
+    with pytest.raises(hvd.UsageError, match=r"(weight|bias) was .* before Distr.* is made"):
+        loss.backward()
+    still_works(hvd, "converted")
