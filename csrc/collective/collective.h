@@ -9,6 +9,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "codec/codec.h"
@@ -32,10 +33,10 @@ class Scratch {
   explicit Scratch(std::shared_ptr<Arenas> arenas = nullptr) : arenas_(std::move(arenas)) {}
   char* get(Lane lane, size_t nbytes);
   // Of writing into stages past the caches (way 1) or not, for about so many bytes.
-  Pace& stage_pace(OpKind kind, size_t nbytes) {
+  Pace& stage_pace(OpKind kind, size_t nbytes, int width = 1) {
     size_t at = 0;
     while (at + 1 < kPaces && nbytes >> at) ++at;
-    return stage_paces_[{kind, at}];
+    return stage_paces_[{kind, width, at}];
   }
 
  private:
@@ -46,7 +47,7 @@ class Scratch {
   const std::shared_ptr<Arenas> arenas_;
   Memory lanes_[kLaneCount];
   static constexpr size_t kPaces = 40;
-  std::map<std::pair<OpKind, size_t>, Pace> stage_paces_;  // by power of two
+  std::map<std::tuple<OpKind, int, size_t>, Pace> stage_paces_;  // by width, by power of two
 };
 
 struct Collective;
@@ -94,7 +95,7 @@ struct Job {
   std::function<void(const Collective&, const Job&)> chosen = {};  // told of it, if set
   Peers peers = {};               // an allreduce's, if not everyone
   std::vector<int> weights = {};  // how many ranks each of the group stands for; empty: 1
-  Crew* crew = nullptr;           // helps with large reductions, if set
+  Crew* crew = nullptr;           // helps with large reductions and copies, if set
 
   int weight_of(int index) const {
     return weights.empty() ? 1 : weights[static_cast<size_t>(index)];
@@ -102,11 +103,10 @@ struct Job {
 
   size_t item() const { return dtype_nbytes(dtype); }
   size_t nbytes() const { return static_cast<size_t>(count) * item(); }
+  // How many threads of this rank can work on it now.
+  int width() const;
   // Copies, if wished past the caches; then stream_fence() is due before others are told.
-  void copy(void* to, const void* from, size_t nbytes, bool past_caches) const {
-    (past_caches ? stream_copy : plain_copy)(to, from, nbytes, best_isa());
-    group.touch(2 * nbytes);
-  }
+  void copy(void* to, const void* from, size_t nbytes, bool past_caches) const;
   // Reduces this many elements by the job's type and operation.
   void reduce(const Targets& targets, const void* const* srcs, int nsrcs, int64_t n,
               Finish finish) const;

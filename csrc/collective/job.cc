@@ -5,45 +5,61 @@
 namespace bagua {
 namespace {
 
-// From here on it pays to wake somebody up; a piece is what one thread takes at a time.
-constexpr size_t kCrewNbytes = 1 << 20;
+// From so many bytes on that are read and written it pays to wake somebody up; a piece is what one
+// thread takes at a time.
+constexpr int64_t kHelpedNbytes = 2 << 20;
 constexpr int64_t kPieceNbytes = 128 << 10;
 // Rows whose pieces need no memory to be named.
 constexpr int kMostRows = 256;
 
+// Calls work(at, n) for pieces of [0, count) items, each of which is in so many `rows` of memory;
+// helpers take some where that pays.
+template <class Work>
+void divide(const Job& job, int64_t count, int64_t item, int64_t rows, Work&& work) {
+  const bool helped = job.width() > 1 && count * item * rows >= kHelpedNbytes;
+  const int64_t at_once = kLongNbytes / item;
+  for (int64_t at = 0; at < count; at += at_once) {
+    const int64_t part = std::min(at_once, count - at);
+    job.group.touch(static_cast<size_t>(part * item * rows));
+    if (!helped) {
+      work(at, part);
+      continue;
+    }
+    job.crew->share(part, kPieceNbytes / item, [&](int64_t begin, int64_t n) {
+      work(at + begin, n);
+      stream_fence();  // nobody else's covers what a helper stores past the caches
+    });
+  }
+}
+
 }  // namespace
+
+int Job::width() const { return crew && crew->idle() ? 1 + crew->size() : 1; }
+
+void Job::copy(void* to, const void* from, size_t nbytes, bool past_caches) const {
+  divide(*this, static_cast<int64_t>(nbytes), 1, 2, [&](int64_t at, int64_t n) {
+    (past_caches ? stream_copy : plain_copy)(static_cast<char*>(to) + at,
+                                             static_cast<const char*>(from) + at,
+                                             static_cast<size_t>(n), best_isa());
+  });
+}
 
 void Job::reduce(const Targets& targets, const void* const* srcs, int nsrcs, int64_t n,
                  Finish finish) const {
   const auto step = static_cast<int64_t>(item());
-  const bool helped = crew && static_cast<size_t>(n) * item() >= kCrewNbytes && crew->idle();
-  const auto touch = [&](int64_t count) {
-    group.touch(static_cast<size_t>((nsrcs + targets.count) * count * step));
-  };
+  const int64_t rows = nsrcs + targets.count;
   if (nsrcs > kMostRows || targets.count > kMostRows) {
-    touch(n);
+    group.touch(static_cast<size_t>(rows * n * step));
     return bagua::reduce(dtype, op, targets, srcs, nsrcs, n, finish);
   }
-  const auto piece = [&](int64_t begin, int64_t count) {
+  divide(*this, n, step, rows, [&](int64_t begin, int64_t count) {
     const void* from[kMostRows];
     void* to[kMostRows];
     for (int i = 0; i < nsrcs; ++i) from[i] = static_cast<const char*>(srcs[i]) + begin * step;
     for (int i = 0; i < targets.count; ++i)
       to[i] = static_cast<char*>(targets.all[i]) + begin * step;
     bagua::reduce(dtype, op, {to, targets.count, targets.streamed}, from, nsrcs, count, finish);
-    if (targets.streamed > 0) stream_fence();  // nobody else's covers a helper's stores
-  };
-  const int64_t at_once = kLongNbytes / step;
-  for (int64_t at = 0; at < n; at += at_once) {
-    const int64_t count = std::min(at_once, n - at);
-    touch(count);
-    if (!helped) {
-      piece(at, count);
-      continue;
-    }
-    crew->share(count, kPieceNbytes / step,
-                [&](int64_t begin, int64_t some) { piece(at + begin, some); });
-  }
+  });
 }
 
 }  // namespace bagua

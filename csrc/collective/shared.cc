@@ -79,13 +79,15 @@ void in_arenas(Job& job, const std::vector<char*>& data) {
 // reading takes longer. Where ranks share a cache the first is faster, elsewhere by far the second.
 //
 // In rounds, each over a piece of every slice. My piece of slice i is at place i of my stage; the
-// reduced piece of my own slice takes the place where it would have been.
-void staged(Job& job) {
+// reduced piece of my own slice takes the place where it would have been. Where every rank has
+// `width` threads for it, pieces are larger by that: each has as much to do as one alone, and a
+// cache of its own.
+void staged(Job& job, int width) {
   Group& group = job.group;
   const int n = group.size(), me = group.me();
   const auto item = static_cast<int64_t>(job.item());
-  const int64_t piece =
-      std::max<int64_t>(static_cast<int64_t>(Stage::kNbytes) / n / item / 64, 1) * 64;
+  const int64_t at_once = static_cast<int64_t>(Stage::kNbytes) * width;
+  const int64_t piece = std::max<int64_t>(at_once / n / item / 64, 1) * 64;
   Stage stage(job, static_cast<size_t>(piece * n * item));
   const auto piece_of = [&](int i, int64_t round) {
     const Slice slice = lines_of(job, i);
@@ -94,7 +96,7 @@ void staged(Job& job) {
   };
   std::vector<const void*> srcs(static_cast<size_t>(n));
   const int64_t rounds = (lines_of(job, 0).count + piece - 1) / piece;
-  Pace& pace = job.scratch.stage_pace(OpKind::kAllreduce, job.nbytes());
+  Pace& pace = job.scratch.stage_pace(OpKind::kAllreduce, job.nbytes(), width);
   int stream = pace.last();  // until the first rank has said
   double began_s = now_s();
   for (int64_t round = 0; round < rounds; ++round) {
@@ -128,7 +130,7 @@ void staged(Job& job) {
       if (i == me) continue;
       const char* place = stage.of(i) + (i * piece - theirs.begin) * item;
       for_runs(job, theirs, [&](int64_t at, int64_t count, const char*, char* out) {
-        copy(group, out, place + at * item, static_cast<size_t>(count * item));
+        job.copy(out, place + at * item, static_cast<size_t>(count * item), false);
       });
     }
   }
@@ -144,15 +146,18 @@ void shared(Job& job) {
   if (job.nbytes() * static_cast<size_t>(n) <= kSmallNbytes) return small(job);
   group.settle();
   const Place mine = job.data ? group.node()->arenas()->find(job.data, job.nbytes()) : Place();
-  auto notes = group.step({mine, 0});
-  notes[static_cast<size_t>(group.me())].place = mine;
+  const Note own{mine, job.width()};
+  auto notes = group.step(own);
+  notes[static_cast<size_t>(group.me())] = own;
   const bool everywhere = std::none_of(notes.begin(), notes.end(),
                                        [](const Note& note) { return note.place.nowhere(); });
   std::vector<char*> data;
   for (int i = 0; everywhere && i < n; ++i)
     data.push_back(i == group.me() ? job.data : group.at(i, notes[static_cast<size_t>(i)].place));
   if (everywhere) return in_arenas(job, data);
-  staged(job);
+  const auto narrowest = std::min_element(
+      notes.begin(), notes.end(), [](const Note& a, const Note& b) { return a.number < b.number; });
+  staged(job, static_cast<int>(narrowest->number));
 }
 
 }  // namespace bagua

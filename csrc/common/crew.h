@@ -20,6 +20,7 @@ class Crew {
   ~Crew();
   Crew(const Crew&) = delete;
 
+  int size() const { return static_cast<int>(helpers_.size()); }
   bool idle() const { return idle_(); }
   // How often a helper has joined.
   int64_t joined() const { return joined_.load(std::memory_order_relaxed); }

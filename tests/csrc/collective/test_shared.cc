@@ -11,8 +11,10 @@ namespace bagua {
 namespace {
 
 // Ranks 0 to n-1 allreduce `count` numbers that begin `shift` elements into their memory.
-void check(int n, DType dtype, int64_t count, int64_t shift, Where where, int repeats = 1) {
+void check(int n, DType dtype, int64_t count, int64_t shift, Where where, int repeats = 1,
+           const std::vector<std::unique_ptr<Crew>>* crews = nullptr) {
   with_jobs(n, dtype, [&](int rank, Job& job) {
+    if (crews) job.crew = (*crews)[static_cast<size_t>(rank)].get();
     const size_t nbytes = static_cast<size_t>(count + shift + 16) * job.item();
     const auto owned = allocate(job, where, nbytes);
     char* memory = owned.get();
@@ -96,6 +98,22 @@ TEST(Shared, FragmentsInSeveralRounds) {
 
 TEST(Shared, InSeveralRounds) {
   for (const int n : {2, 3, 7}) check(n, DType::kF32, 300001, 3, Where::kElsewhere);
+}
+
+// The rounds are as long as they can be for the rank with the fewest helpers that are free.
+TEST(Shared, WithHelpers) {
+  for (const int spared : {0, 1}) {
+    std::vector<std::unique_ptr<Crew>> crews;
+    bool idle = true;
+    for (int rank = 0; rank < 3; ++rank)
+      crews.push_back(
+          std::make_unique<Crew>(3 - rank, [&, rank] { return idle || rank != spared; }));
+    for (const bool all_idle : {true, false}) {
+      idle = all_idle;
+      for (const Where where : kEverywhere)
+        check(3, DType::kF32, (4 << 20) + 5, 1, where, 2, &crews);
+    }
+  }
 }
 
 TEST(Shared, LargeResultsPastTheCaches) {

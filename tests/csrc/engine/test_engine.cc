@@ -89,7 +89,7 @@ TEST_P(EveryLayout, CompletesForSeveralThreadsThatWait) {
   }
 }
 
-// Large reductions in arenas: helpers join while somebody waits, and only then.
+// Large reductions, in arenas and elsewhere: helpers join while somebody waits, and only then.
 TEST_P(EverySize, HelpersReduceAlong) {
   Config config = quiet_config();
   config.helpers = 2;
@@ -99,12 +99,13 @@ TEST_P(EverySize, HelpersReduceAlong) {
   world.run([&](int rank) {
     Engine& engine = world[rank];
     const auto arena = engine.allocate(static_cast<size_t>(count) * sizeof(float));
-    auto* data = reinterpret_cast<float*>(arena.get());
-    const auto reduce = [&](Urgency urgency) {
+    std::vector<float> elsewhere(static_cast<size_t>(count));
+    const auto reduce = [&](float* data, Urgency urgency) {
       for (int64_t i = 0; i < count; ++i) data[i] = static_cast<float>(rank + i % 7);
       RequestPtr request = request_of(OpKind::kAllreduce, "large");
       request->description.add_tensor(DType::kF32, {count});
-      request->parts.push_back({arena.get(), arena.get()});
+      auto* const bytes = reinterpret_cast<char*>(data);
+      request->parts.push_back({bytes, bytes});
       const HandlePtr handle = engine.submit(std::move(request), urgency);
       while (urgency == Urgency::kNow && !handle->done())
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -112,14 +113,17 @@ TEST_P(EverySize, HelpersReduceAlong) {
       for (int64_t i = 0; i < count; ++i)
         ASSERT_EQ(data[i], static_cast<float>(n * (n - 1) / 2 + i % 7 * n));
     };
-    for (int again = 0; again < 3; ++again) reduce(Urgency::kNow);
-    EXPECT_EQ(engine.helped_count(), 0);
-    // A helper that wakes up late finds nothing to do.
-    std::vector<float> helped{0};
-    while (n > 1 && helped[0] < static_cast<float>(n)) {
-      reduce(Urgency::kWaited);
-      helped[0] = engine.helped_count() > 0;
-      call(engine, allreduce_of("helped", helped));
+    for (float* data : {reinterpret_cast<float*>(arena.get()), elsewhere.data()}) {
+      const int64_t before = engine.helped_count();
+      for (int again = 0; again < 3; ++again) reduce(data, Urgency::kNow);
+      EXPECT_EQ(engine.helped_count(), before);
+      // A helper that wakes up late finds nothing to do.
+      std::vector<float> helped{0};
+      while (n > 1 && helped[0] < static_cast<float>(n)) {
+        reduce(data, Urgency::kWaited);
+        helped[0] = engine.helped_count() > before;
+        call(engine, allreduce_of("helped", helped));
+      }
     }
   });
 }
