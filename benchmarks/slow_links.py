@@ -6,10 +6,10 @@ Hosts are network namespaces (hosts.py) of one rank each; the model is the MLP o
 of few large layers or, with --hidden 40, of many smaller ones. Every system has a model of its own
 and takes turns of a few steps, in every round of one run. Some exchange in some steps only, or
 whenever there is time: their turns are longer, a multiple of their period, and count as a whole;
-beside it is the median of their single steps. A step's cost is that of the slowest rank, its bytes
-are those that the busiest host's interface sent, and codec is what of it the busiest rank spent on
-encoding and decoding: where links are fast, no algorithm should be slower than `gradient_allreduce`
-by more.
+beside it is the median of their single steps. A step's cost is that of the slowest rank, cpu what
+its threads worked, also in the kernel; its bytes are those that the busiest host's interface sent,
+and codec is what of it the busiest rank spent on encoding and decoding: where links are fast, no
+algorithm should be slower than `gradient_allreduce` by more.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Figure:
     median_s: float  # of single steps
     sent_nbytes: float  # a step, by a host
     codec_s: float  # a step, by a rank
+    cpu_s: float  # a step, by all threads of a rank
 
 
 class Turns:
@@ -68,6 +69,7 @@ class Turns:
         self._steps: list[float] = []
         self._sent: list[float] = []
         self._coded: list[float] = []
+        self._cpu: list[float] = []
         every = algorithm.every if algorithm else 1
         self._in_background = algorithm is not None and algorithm.when == "background"
         self._steps_differ = every > 1 or self._in_background
@@ -85,6 +87,7 @@ class Turns:
         _wait_for_silence()
         meet()
         before, coded_before, times = sent_nbytes(), _codec_s(), []
+        cpu_before = time.process_time()
         for _ in range(self._turn):
             start = time.perf_counter()
             step(self._model, self._optimizer, self._inputs)
@@ -95,6 +98,7 @@ class Turns:
             self._times += [statistics.fmean(times)] if self._steps_differ else times
             self._sent.append((sent_nbytes() - before) / self._turn)
             self._coded.append((_codec_s() - coded_before) / self._turn)
+            self._cpu.append((time.process_time() - cpu_before) / self._turn)
         if self._in_background:
             self._optimizer.settle()  # some ranks have begun what others would in their next turn
             _wait_for_silence()
@@ -103,7 +107,7 @@ class Turns:
     def end(self) -> Figure:
         if hasattr(self._optimizer, "settle"):
             self._optimizer.settle()
-        means = map(statistics.fmean, (self._sent, self._coded))
+        means = map(statistics.fmean, (self._sent, self._coded, self._cpu))
         return Figure(*map(statistics.median, (self._times, self._steps)), *means)
 
 
@@ -162,11 +166,12 @@ def table(figures: dict[str, Figure]) -> str:
     best = min((name for name in PEERS if name in figures), key=lambda name: adds[name])
     width = max(map(len, figures)) + 2
     lines = [
-        f"{'system':<{width}}{'step':>11}{'median':>11}{'adds':>12}{'sent':>12}{'codec':>11}"
-        f"   less than {best}"
+        f"{'system':<{width}}{'step':>11}{'median':>11}{'cpu':>11}{'adds':>12}{'sent':>12}"
+        f"{'codec':>11}   less than {best}"
     ]
     for name, figure in figures.items():
-        line = f"{name:<{width}}{figure.step_s * 1e3:>8.1f} ms{figure.median_s * 1e3:>8.1f} ms"
+        times = (figure.step_s, figure.median_s, figure.cpu_s)
+        line = f"{name:<{width}}" + "".join(f"{s * 1e3:>8.1f} ms" for s in times)
         if name in adds:
             less = f"{adds[best] / adds[name]:.2f} x" if adds[name] > 0 else "lost in noise"
             line += f"{adds[name] * 1e3:>9.1f} ms{figure.sent_nbytes / 1e6:>9.2f} MB"
