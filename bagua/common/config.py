@@ -105,6 +105,11 @@ class Config:
     inline_drive: bool = _setting(
         True, "a thread that waits for a handle may drive the engine itself"
     )
+    keep_memory: bool = _setting(
+        True,
+        "memory that is freed stays for the next step, up to 1 GB, instead of being given back to "
+        "the system (glibc)",
+    )
     helpers: float = _setting(
         -1.0,
         "threads that help with large reductions while a rank waits (-1 = up to 3, on spare cores)",

@@ -18,6 +18,7 @@ from bagua.common import mpi
 from bagua.common.config import Config, nccl_shares_gpu, report_verdict, torchrun_size
 from bagua.common.core import core
 from bagua.common.errors import BaguaError, PeerError, UsageError
+from bagua.common.heap import keep_freed
 from bagua.common.kinds import Kind, Urgency
 from bagua.common.machine import core_share, machine, usable_cores
 from bagua.common.meeting import (
@@ -42,6 +43,8 @@ class World:
 
     def __init__(self, comm: MPI.Comm, config: Config) -> None:
         self.config = config
+        if config.keep_memory:
+            keep_freed()
         self._parent = comm
         meet(comm, config.start_timeout_s)
         message_comm = private_copy(comm, "messages")
