@@ -7,9 +7,9 @@ of few large layers or, with --hidden 40, of many smaller ones. Every system has
 and takes turns of a few steps, in every round of one run. Some exchange in some steps only, or
 whenever there is time: their turns are longer, a multiple of their period, and count as a whole;
 beside it is the median of their single steps. A step's cost is that of the slowest rank, cpu what
-its threads worked, also in the kernel; its bytes are those that the busiest host's interface sent,
-and codec is what of it the busiest rank spent on encoding and decoding: where links are fast, no
-algorithm should be slower than `gradient_allreduce` by more.
+the busiest rank's threads worked, also in the kernel; its bytes are those that the busiest host's
+interface sent, and codec is what of it the busiest rank spent on encoding and decoding: where links
+are fast, no algorithm should be slower than `gradient_allreduce` by more.
 """
 
 from __future__ import annotations

@@ -107,12 +107,13 @@ class Config:
     )
     keep_memory: bool = _setting(
         True,
-        "memory that is freed stays for the next step, up to 1 GB, instead of being given back to "
-        "the system (glibc)",
+        "memory that is freed stays for the next step, up to 1 GB in blocks of less than 32 MB, "
+        "instead of going back to the system (glibc, unless MALLOC_* variables tell it otherwise)",
     )
     helpers: float = _setting(
         -1.0,
-        "threads that help with large reductions while a rank waits (-1 = up to 3, on spare cores)",
+        "threads that help with large reductions and copies while a rank waits (-1 = up to 3, on "
+        "spare cores)",
         min=-1,
         max=64,
         whole=True,
@@ -333,6 +334,12 @@ def suggested() -> Iterator[None]:
     finally:
         for name in fresh:
             os.environ.pop(name, None)
+
+
+def malloc_is_told() -> bool:
+    """Whether the user has told glibc, by variables of its own, what to do with freed memory."""
+    ours = any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"))
+    return ours or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
 
 
 def nccl_shares_gpu() -> bool:

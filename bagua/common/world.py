@@ -15,7 +15,13 @@ from dataclasses import asdict
 from typing import Any
 
 from bagua.common import mpi
-from bagua.common.config import Config, nccl_shares_gpu, report_verdict, torchrun_size
+from bagua.common.config import (
+    Config,
+    malloc_is_told,
+    nccl_shares_gpu,
+    report_verdict,
+    torchrun_size,
+)
 from bagua.common.core import core
 from bagua.common.errors import BaguaError, PeerError, UsageError
 from bagua.common.heap import keep_freed
@@ -43,7 +49,7 @@ class World:
 
     def __init__(self, comm: MPI.Comm, config: Config) -> None:
         self.config = config
-        if config.keep_memory:
+        if config.keep_memory and not malloc_is_told():
             keep_freed()
         self._parent = comm
         meet(comm, config.start_timeout_s)

@@ -42,13 +42,16 @@ class Background(BetweenSteps):
         given, self._given = self._given, []
         land_all(self._pieces)
         self._next_s = time.monotonic() + self._exchange.sync_interval_ms / 1e3
-        moves = {}  # by memory, which parameters may share: it moves once
+        moved: set[int] = set()  # memory, which parameters may share
         for piece, before in zip(self._pieces, given):
             piece.flat -= before
+            moves = []
             for param, view in zip(piece.params, piece.views):
-                moves[param.data_ptr()] = param, view
-        params, views = zip(*moves.values())
-        torch._foreach_add_(params, views)
+                if param.data_ptr() not in moved:
+                    moves.append((param, view))
+                    moved.add(param.data_ptr())
+            if moves:
+                torch._foreach_add_(*map(list, zip(*moves)))
 
     def _drop(self) -> None:
         self._given = []

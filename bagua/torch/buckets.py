@@ -243,11 +243,12 @@ class Bucket:
 
     def _check_kind(self, slot: Slot) -> None:
         now, known = slot.param, slot.view
-        if now.shape != known.shape or not (self.casts or now.dtype == known.dtype):
+        same = now.shape == known.shape and now.device == known.device
+        if not same or not (self.casts or now.dtype == known.dtype):
+            was, is_now = (f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in (known, now))
             raise UsageError(
-                f"{slot.name} was {known.dtype} {tuple(known.shape)} when its gradients were "
-                f"first exchanged, and is {now.dtype} {tuple(now.shape)} now: convert the model "
-                "before DistributedOptimizer is made"
+                f"{slot.name} was {was} when DistributedOptimizer was made, and is {is_now} now: "
+                "convert and move the model before"
             )
 
     def _transform(self) -> None:

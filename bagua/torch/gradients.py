@@ -108,7 +108,7 @@ class Gradients:
         self._unshared = False  # local gradients that no exchange has seen
         self.skips = False  # the next step, since gradients are no numbers
         self.refresh()
-        self._kept = Checkpointed(self._plan, self.layout)
+        self._checkpointed = Checkpointed(self._plan, self.layout)
 
     def __del__(self) -> None:
         self.close()
@@ -123,7 +123,7 @@ class Gradients:
         self._plan.fold = fold_of(self._optimizer, algorithm)
         before, self._plan.algorithm = self._plan.algorithm, algorithm
         self.layout.rebuild(self.layout.runs, exactly=True)
-        self._kept.changed(before)
+        self._checkpointed.changed(before)
 
     def settle(self) -> None:
         """Replicas are equal at any time."""
@@ -176,7 +176,7 @@ class Gradients:
         contested = claims.contested and any(
             claims.is_contested(slot.param) for slot in bucket.slots
         )
-        return self._kept.due or bool(contested)
+        return self._checkpointed.due or bool(contested)
 
     def notice_failure(self) -> None:
         """Autograd has forgotten a pass; unless it has ended, the next hook has to notice."""
@@ -193,7 +193,7 @@ class Gradients:
             )
         if self._watch is not None:
             capture.refuse("check_finite has the host look at numbers; turn it off")
-        if not self.layout.settled or self._kept.due:
+        if not self.layout.settled or self._checkpointed.due:
             capture.refuse("ranks settle on buckets first; take two before")
         self._in_backward = True
         self._unshared = True
@@ -289,7 +289,7 @@ class Gradients:
             return
         self._all_gathered = True
         try:
-            self._kept.take_up()
+            self._checkpointed.take_up()
             self.layout.agree_at_first()
             self._loose.launch(None if self._watch is None else self._watch.look)
             # All are read before any is written: two parameters may have one gradient.
@@ -383,18 +383,18 @@ class Gradients:
     # ---- what is kept from step to step --------------------------------------------------------
 
     def state(self) -> dict[str, Any] | None:
-        return self._kept.state()
+        return self._checkpointed.state()
 
     def load_state(self, loaded: dict[str, Any] | None, step: int) -> None:
         """It is taken up in the next exchange, where all ranks are."""
         self._plan.step = step
-        self._kept.load(loaded)
+        self._checkpointed.load(loaded)
 
     @property
     def state_due(self) -> bool:
         """Whether ranks agree on what they have loaded, in the next exchange."""
-        return self._kept.due
+        return self._checkpointed.due
 
     def go_to(self, step: int, state_due: bool) -> None:
         """As all ranks do."""
-        self._plan.step, self._kept.due = step, state_due
+        self._plan.step, self._checkpointed.due = step, state_due

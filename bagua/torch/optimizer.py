@@ -100,7 +100,7 @@ class DistributedOptimizer(Wrapped):
         self._loaded: dict[str, Any] | None = None  # of an algorithm that comes with the next step
         self._algorithm = self._checked(algorithm or world().config.algorithm)
         if algorithm is not None:
-            self._tell_what_is_overruled()
+            self._tell_what_is_overruled(algorithm)
         self._tell_what_is_exact()
         self._driver: Driver = self._driver_of(self._algorithm.at(0))
         self.set_backward_passes_per_step(backward_passes_per_step)
@@ -240,9 +240,10 @@ class DistributedOptimizer(Wrapped):
         if isinstance(self._driver, Background):
             self._driver.resting = resting
 
-    def _tell_what_is_overruled(self) -> None:
+    def _tell_what_is_overruled(self, by: Choice) -> None:
         wanted = world().config.algorithm
-        overruled = wanted != Config.algorithm and find(wanted) != self._algorithm
+        same = isinstance(by, (str, Algorithm)) and find(by) == find(wanted)
+        overruled = wanted != Config.algorithm and not same
         if overruled and world().rank == self._process_set.ranks[0]:
             warn(f"the script's choice, {self._algorithm!r}, overrules the setting {wanted!r}")
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
+from bagua.algorithms import find
+from bagua.common.config import Config
 from bagua.common.errors import UsageError
+from bagua.common.world import world
 from bagua.torch import grouped_broadcast_
 from bagua.torch.own import is_own
 from bagua.torch_api.algorithms.algorithm import AnyAlgorithm
@@ -51,7 +54,7 @@ class DistributedDataParallel(torch.nn.Module):
         process_group: of `new_group`, `from_torch_group` or torch.distributed.
         optimizers: those that step the module's parameters; an algorithm that exchanges something
             else than gradients needs them.
-        algorithm: how replicas communicate.
+        algorithm: how replicas communicate; if not given, as the setting of this name says.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class DistributedDataParallel(torch.nn.Module):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
         optimizers: Sequence[torch.optim.Optimizer] = (),
-        algorithm: AnyAlgorithm = GradientAllReduceAlgorithm(),  # noqa: B008 - it is frozen
+        algorithm: AnyAlgorithm | None = None,
         *,
         init_sync: bool = True,
         static_graph: bool = False,
@@ -79,7 +82,7 @@ class DistributedDataParallel(torch.nn.Module):
             raise UsageError(f"a rank has one device, not {len(device_ids)}: {device_ids}")
         if not any(param.requires_grad for param in module.parameters()):
             raise UsageError("no parameter of the module requires a gradient")
-        self.module = with_bagua(module, list(optimizers), algorithm, process_group)
+        self.module = with_bagua(module, list(optimizers), algorithm or _default(), process_group)
         self.broadcast_buffers = broadcast_buffers is not False
         self.require_backward_grad_sync = True
 
@@ -115,3 +118,8 @@ class DistributedDataParallel(torch.nn.Module):
     @property
     def bagua_training(self) -> Training:
         return training_of(self.module)
+
+
+def _default() -> AnyAlgorithm:
+    wanted = world().config.algorithm
+    return GradientAllReduceAlgorithm() if wanted == Config.algorithm else find(wanted)

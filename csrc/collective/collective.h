@@ -32,8 +32,9 @@ class Scratch {
   // What others on this node may look at comes from `arenas`, where there are any.
   explicit Scratch(std::shared_ptr<Arenas> arenas = nullptr) : arenas_(std::move(arenas)) {}
   char* get(Lane lane, size_t nbytes);
-  // Of writing into stages past the caches (way 1) or not, for about so many bytes.
-  Pace& stage_pace(OpKind kind, size_t nbytes, int width = 1) {
+  // Of writing into stages past the caches (way 1) or not, for about so many bytes, by as many
+  // threads.
+  Pace& stage_pace(OpKind kind, size_t nbytes, int width) {
     size_t at = 0;
     while (at + 1 < kPaces && nbytes >> at) ++at;
     return stage_paces_[{kind, width, at}];

@@ -5,9 +5,10 @@
 namespace bagua {
 namespace {
 
-// From so many bytes on that are read and written it pays to wake somebody up; a piece is what one
-// thread takes at a time.
-constexpr int64_t kHelpedNbytes = 2 << 20;
+// From so many bytes on it pays to wake somebody up, or from fewer that are in more places than
+// kFewRows; a piece is what one thread takes at a time.
+constexpr int64_t kHelpedNbytes = 1 << 20;
+constexpr int64_t kFewRows = 4;
 constexpr int64_t kPieceNbytes = 128 << 10;
 // Rows whose pieces need no memory to be named.
 constexpr int kMostRows = 256;
@@ -16,7 +17,8 @@ constexpr int kMostRows = 256;
 // helpers take some where that pays.
 template <class Work>
 void divide(const Job& job, int64_t count, int64_t item, int64_t rows, Work&& work) {
-  const bool helped = job.width() > 1 && count * item * rows >= kHelpedNbytes;
+  const bool large = count * item * std::max(rows, kFewRows) >= kHelpedNbytes * kFewRows;
+  const bool helped = large && job.width() > 1;
   const int64_t at_once = kLongNbytes / item;
   for (int64_t at = 0; at < count; at += at_once) {
     const int64_t part = std::min(at_once, count - at);

@@ -79,15 +79,16 @@ void in_arenas(Job& job, const std::vector<char*>& data) {
 // reading takes longer. Where ranks share a cache the first is faster, elsewhere by far the second.
 //
 // In rounds, each over a piece of every slice. My piece of slice i is at place i of my stage; the
-// reduced piece of my own slice takes the place where it would have been. Where every rank has
-// `width` threads for it, pieces are larger by that: each has as much to do as one alone, and a
-// cache of its own.
+// reduced piece of my own slice takes the place where it would have been. With `width` threads of
+// every rank pieces are as many times larger, so that each has as much to do as one alone.
 void staged(Job& job, int width) {
   Group& group = job.group;
   const int n = group.size(), me = group.me();
   const auto item = static_cast<int64_t>(job.item());
   const int64_t at_once = static_cast<int64_t>(Stage::kNbytes) * width;
-  const int64_t piece = std::max<int64_t>(at_once / n / item / 64, 1) * 64;
+  const auto whole = [](int64_t count) { return std::max<int64_t>((count + 63) / 64, 1) * 64; };
+  const int64_t longest = lines_of(job, 0).count;
+  const int64_t piece = std::min(whole(at_once / n / item), whole(longest));
   Stage stage(job, static_cast<size_t>(piece * n * item));
   const auto piece_of = [&](int i, int64_t round) {
     const Slice slice = lines_of(job, i);
@@ -95,7 +96,7 @@ void staged(Job& job, int width) {
     return Slice{slice.begin + at, std::min(piece, slice.count - at)};
   };
   std::vector<const void*> srcs(static_cast<size_t>(n));
-  const int64_t rounds = (lines_of(job, 0).count + piece - 1) / piece;
+  const int64_t rounds = (longest + piece - 1) / piece;
   Pace& pace = job.scratch.stage_pace(OpKind::kAllreduce, job.nbytes(), width);
   int stream = pace.last();  // until the first rank has said
   double began_s = now_s();
@@ -146,7 +147,8 @@ void shared(Job& job) {
   if (job.nbytes() * static_cast<size_t>(n) <= kSmallNbytes) return small(job);
   group.settle();
   const Place mine = job.data ? group.node()->arenas()->find(job.data, job.nbytes()) : Place();
-  const Note own{mine, job.width()};
+  // What is in many small places is no work for several threads.
+  const Note own{mine, job.fragments.empty() ? job.width() : 1};
   auto notes = group.step(own);
   notes[static_cast<size_t>(group.me())] = own;
   const bool everywhere = std::none_of(notes.begin(), notes.end(),
@@ -157,7 +159,8 @@ void shared(Job& job) {
   if (everywhere) return in_arenas(job, data);
   const auto narrowest = std::min_element(
       notes.begin(), notes.end(), [](const Note& a, const Note& b) { return a.number < b.number; });
-  staged(job, static_cast<int>(narrowest->number));
+  const auto width = static_cast<int>(narrowest->number);
+  staged(job, width < n ? 1 : width);  // pieces of a slice would be too small to share
 }
 
 }  // namespace bagua

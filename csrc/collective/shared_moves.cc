@@ -42,7 +42,8 @@ class Move {
     }
     shown_ = shown_ && most_ > kCopiedNbytes;
     const bool given_by_one = kind == OpKind::kBroadcast;
-    pace_ = &job.scratch.stage_pace(kind, given_by_one ? job.nbytes() : static_cast<size_t>(total));
+    const size_t nbytes = given_by_one ? job.nbytes() : static_cast<size_t>(total);
+    pace_ = &job.scratch.stage_pace(kind, nbytes, job.width());
     past_ = pace_->last();
   }
 

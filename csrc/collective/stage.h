@@ -10,7 +10,7 @@ namespace bagua {
 
 class Stage {
  public:
-  // So much of a stage is used at a time, in all: it should stay in a core's cache.
+  // So much of a stage is used by a thread at a time: it should stay in a core's cache.
   static constexpr size_t kNbytes = 1 << 20;
 
   Stage(Job& job, size_t nbytes);

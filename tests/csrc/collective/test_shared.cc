@@ -2,17 +2,22 @@
 // all ranks or only some.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstring>
+#include <memory>
+#include <vector>
 
 #include "collective/jobs.h"
 
 namespace bagua {
 namespace {
 
+using Crews = std::vector<std::unique_ptr<Crew>>;  // by rank
+
 // Ranks 0 to n-1 allreduce `count` numbers that begin `shift` elements into their memory.
 void check(int n, DType dtype, int64_t count, int64_t shift, Where where, int repeats = 1,
-           const std::vector<std::unique_ptr<Crew>>* crews = nullptr) {
+           const Crews* crews = nullptr) {
   with_jobs(n, dtype, [&](int rank, Job& job) {
     if (crews) job.crew = (*crews)[static_cast<size_t>(rank)].get();
     const size_t nbytes = static_cast<size_t>(count + shift + 16) * job.item();
@@ -51,8 +56,9 @@ TEST_P(Shared, ReducesInArenasAndBesideThem) {
 }
 
 // Fragments of many lengths, from one memory into another, with gaps between them.
-void check_fragments(int n, DType dtype, int64_t count, bool all) {
+void check_fragments(int n, DType dtype, int64_t count, bool all, const Crews* crews = nullptr) {
   with_jobs(n, dtype, [&](int rank, Job& job) {
+    if (crews) job.crew = (*crews)[static_cast<size_t>(rank)].get();
     const auto item = static_cast<int64_t>(job.item());
     std::vector<char> in(static_cast<size_t>(count * item)), out(in.size(), 'g');
     for (int64_t i = 0; i < count; ++i) put(dtype, in.data(), i, small_number(rank, i));
@@ -100,19 +106,35 @@ TEST(Shared, InSeveralRounds) {
   for (const int n : {2, 3, 7}) check(n, DType::kF32, 300001, 3, Where::kElsewhere);
 }
 
-// The rounds are as long as they can be for the rank with the fewest helpers that are free.
+// What is in one place each is shared among threads if every rank has enough of them that are free.
 TEST(Shared, WithHelpers) {
-  for (const int spared : {0, 1}) {
-    std::vector<std::unique_ptr<Crew>> crews;
-    bool idle = true;
-    for (int rank = 0; rank < 3; ++rank)
-      crews.push_back(
-          std::make_unique<Crew>(3 - rank, [&, rank] { return idle || rank != spared; }));
-    for (const bool all_idle : {true, false}) {
-      idle = all_idle;
-      for (const Where where : kEverywhere)
-        check(3, DType::kF32, (4 << 20) + 5, 1, where, 2, &crews);
-    }
+  constexpr int kRanks = 3;
+  constexpr int64_t kCount = (4 << 20) + 5;
+  std::atomic<int> busy{-1};
+  Crews crews;
+  for (int rank = 0; rank < kRanks; ++rank)
+    crews.push_back(std::make_unique<Crew>(rank + kRanks - 1, [&, rank] { return rank != busy; }));
+  const auto joined = [&] {
+    std::vector<int64_t> counts;
+    for (const auto& crew : crews) counts.push_back(crew->joined());
+    return counts;
+  };
+  busy = 1;
+  check(kRanks, DType::kF32, kCount, 1, Where::kElsewhere, 2, &crews);
+  busy = -1;
+  check_fragments(kRanks, DType::kF32, 600001, true, &crews);
+  EXPECT_EQ(joined(), std::vector<int64_t>(kRanks));
+  for (const Where where : kEverywhere) {
+    const std::vector<int64_t> before = joined();
+    const auto all_joined = [&] {
+      const std::vector<int64_t> now = joined();
+      for (size_t i = 0; i < now.size(); ++i)
+        if (now[i] == before[i]) return false;
+      return true;
+    };
+    // A helper that wakes up late finds nothing to do.
+    do check(kRanks, DType::kF32, kCount, 1, where, 2, &crews);
+    while (!HasFatalFailure() && !all_joined());
   }
 }
 
