@@ -1,7 +1,8 @@
 """Cuts parameters into buckets and lays their gradients into the buckets' arenas.
 
 A *slot* is one parameter's place in a bucket. Its `view` looks at the arena with the parameter's
-shape and strides; after an exchange it is the parameter's gradient.
+shape and strides. After an exchange the parameter's gradient is another tensor that does, since
+users may make theirs look elsewhere (`grad.data = ...`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from bagua.common.core import core
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.process_set import ProcessSet
-from bagua.torch.arrays import arena_of
+from bagua.torch.arrays import arena_of, tensor_over
 
 
 class _Claims:
@@ -62,6 +63,7 @@ class Slot:
         "algorithm",
         "bucket",
         "exact",
+        "given",
         "index",
         "made_dense",
         "may_be_sparse",
@@ -80,6 +82,7 @@ class Slot:
         self.bucket: Bucket | None = None  # None: this gradient travels alone, see loose.py
         self.index = -1
         self.view: torch.Tensor = torch.empty(0)
+        self.given = self.view  # the same memory, as users get it
         self.notice: Any = None  # the engine's hook
         self.algorithm = Algorithm()  # of this parameter
         self.exact = True  # it travels as it is, whatever the algorithm
@@ -98,7 +101,22 @@ class Slot:
 
     def enter(self, bucket: Bucket, index: int, view: torch.Tensor) -> None:
         self.bucket, self.index, self.view = bucket, index, view
-        self.notice.bind(bucket.arena, index, view)
+        self._give()
+
+    def _give(self) -> None:
+        self.given = self.view.detach()
+        self.notice.bind(self.bucket.arena, self.index, self.given)  # type: ignore[union-attr]
+
+    def is_in_arena(self, grad: torch.Tensor | None) -> bool:
+        """Whether what is written to this gradient is written there."""
+        same = grad is self.given and grad.data_ptr() == self.view.data_ptr()
+        return same and in_memory_like(self.view, self.given)
+
+    def deliver(self) -> None:
+        """Makes what is in the arena the parameter's gradient."""
+        if not self.is_in_arena(self.given):
+            self._give()
+        self.param.grad = self.given
 
     def leave(self) -> None:
         self.bucket = None
@@ -150,6 +168,7 @@ class Bucket:
             exact_in_nodes=exchange.hierarchical,
             kept=exchange.kept,
         )
+        self._address = self._flat.data_ptr()
         self.ready = self.arena.ready
         self.count_quietly = self.arena.count_quietly
         self.handle: Any | None = None
@@ -176,6 +195,15 @@ class Bucket:
             slot.enter(self, index, view_like(self._flat[place], slot.param))
             slot.residuals = [residual[place] for residual in self._kept]
 
+    def _find_arena(self) -> None:
+        """`share_memory_()` of a gradient in the arena moves all that torch knows of it."""
+        if self._flat.data_ptr() == self._address:
+            return
+        self._flat = tensor_over(self.arena, self._flat.dtype)
+        for index, (slot, begin) in enumerate(zip(self.slots, self.arena.begins)):
+            known = slot.view
+            slot.enter(self, index, self._flat.as_strided(known.shape, known.stride(), begin))
+
     def launch(self, urgency: Urgency = Urgency.NOW) -> None:
         """Starts the exchange; the arena must not be touched until `deliver`."""
         self.gather(urgency)
@@ -184,6 +212,7 @@ class Bucket:
     def gather(self, urgency: Urgency) -> None:
         if (left := self.arena.under_way()) is not None:
             left.wait()  # of a step that was interrupted
+        self._find_arena()
         self.stale = False
         if self.watch is not None:
             self.watch(self.name, [(slot.name, slot.param) for slot in self.slots])
@@ -219,6 +248,8 @@ class Bucket:
             slot = self.slots[i]
             self._check_kind(slot)
             grad = slot.dense_gradient()
+            if slot.is_in_arena(grad):
+                continue
             if grad is None or (grad.is_sparse and slot.may_be_sparse):
                 slot.view.zero_()
             elif id(grad) in _flying:
@@ -273,7 +304,8 @@ class Bucket:
             with torch.no_grad():
                 self._cast_back()
             return
-        core.deliver(self._params, self._notices)
+        for i in core.deliver(self._params, self._notices):
+            self.slots[i].deliver()
         self._away = []
         with torch.no_grad():
             for slot, first in firsts:

@@ -152,13 +152,13 @@ class Gradients:
         if bucket is None:
             return
         if bucket.handle is not None:
-            if slot.param.grad is slot.view:
+            if slot.is_in_arena(slot.param.grad):
                 raise UsageError(
                     f"{slot.name} got a second contribution in one backward while the first "
                     "was being exchanged in the same memory; use zero_grad(set_to_none=True) "
                     "or checkpoint(..., use_reentrant=False)"
                 )
-            if not bucket.averages and any(s.param.grad is s.view for s in bucket.slots):
+            if not bucket.averages and any(s.is_in_arena(s.param.grad) for s in bucket.slots):
                 raise UsageError(
                     f"{slot.name} got a second contribution in one backward after the first was "
                     "exchanged; unless averages travel as they are, use "

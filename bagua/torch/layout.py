@@ -121,7 +121,7 @@ class Layout:
         self._hooks.pop(param).remove()
         claims.drop(param)
         slot = self.slots.pop(param)
-        if param.grad is slot.view and not slot.view.any():
+        if slot.is_in_arena(param.grad) and not slot.view.any():
             param.grad = None  # the zeros of an exchange; a frozen parameter is not stepped
         self._loose.drop(param)
 
@@ -129,6 +129,7 @@ class Layout:
         """Lays out buckets anew; `exactly`: a run is a bucket."""
         before = self.runs
         views = {slot: slot.view for slots in before for slot in slots}
+        in_arena = {slot for slot in views if slot.is_in_arena(slot.param.grad)}
         residuals = {slot: slot.residuals for slot in views}
         for slot in views:
             slot.leave()
@@ -140,9 +141,9 @@ class Layout:
             bucket.watch = self._watch
         lost.carry_over(residuals, self.buckets, everything=before == self.runs)
         for slot, view in views.items():
-            if slot.param.grad is view and slot.param in self.slots:
+            if slot in in_arena and slot.param in self.slots:
                 slot.view.copy_(view)
-                slot.param.grad = slot.view
+                slot.deliver()
 
     def rebuild_as(self, names: Sequence[Sequence[str]]) -> None:
         """With these parameters in each bucket."""

@@ -27,7 +27,7 @@ struct Notice {
   PyObject* decide;  // called with the parameter
   std::shared_ptr<Bucket> bucket;
   int slot;
-  PyObject* view;  // the slot's place in the arena, as a tensor
+  PyObject* view;  // the slot's place in the arena, as the tensor that users get
   Plain place;     // the same; no data if it cannot be written from here
   PyObject* grad;  // what the next exchange reads, where it is, instead of the arena; or null
   char* data;      // its memory
@@ -61,17 +61,23 @@ void read_at(Notice& notice, PyObject* grad, char* data, bool lent) {
   notice.lent = lent;
 }
 
-// Whether the gradient is in the arena already, or read, in memory like the slot's.
+// Whether the gradient was read, in memory like the slot's.
 bool read_grad(const Notice& notice, PyObject* grad, Plain& source) {
-  return grad == notice.view ||
-         (notice.place.data && read_plain(grad, source) && alike(source, notice.place));
+  return notice.place.data && read_plain(grad, source) && alike(source, notice.place);
+}
+
+// Users may make a tensor look at other memory, by `.data =`, and many a conversion of a model does
+// so with the gradients that it finds.
+bool still_in_arena(const Notice& notice) {
+  Plain now;
+  return read_grad(notice, notice.view, now) && now.data == notice.place.data;
 }
 
 // Copies the gradient into the arena if it is not there yet. False: that is left to the caller.
 bool bring(Notice& notice, PyObject* grad) {
   Plain source;
   if (!read_grad(notice, grad, source)) return false;
-  if (grad == notice.view) return true;
+  if (source.data == notice.place.data) return true;
   const auto nbytes = nbytes_of(source);
   if (nbytes > kSmallNbytes || source.device != kHost) return false;
   plain_copy(notice.place.data, source.data, static_cast<size_t>(nbytes));
@@ -83,7 +89,7 @@ bool bring(Notice& notice, PyObject* grad) {
 bool find(Notice& notice, PyObject* grad) {
   Plain source;
   if (!read_grad(notice, grad, source)) return false;
-  if (grad == notice.view) return true;
+  if (source.data == notice.place.data) return true;
   if (nbytes_of(source) >= kLoneNbytes || source.device != kHost) return false;
   // A user may have made one parameter's result another one's gradient.
   if (Bucket::in_an_arena(source.data)) return false;
@@ -91,14 +97,20 @@ bool find(Notice& notice, PyObject* grad) {
   return true;
 }
 
-// Makes what has been exchanged the parameter's gradient.
-void take(Notice& notice, PyObject* param) {
+// Makes what has been exchanged the parameter's gradient. False: that is left to the caller.
+bool take(Notice& notice, PyObject* param) {
+  const bool lent = notice.grad && notice.lent;
+  if (!lent && !still_in_arena(notice)) {
+    Py_CLEAR(notice.grad);
+    return false;
+  }
   PyObject* now = grad_of(param);
   Py_DECREF(now);
-  PyObject* result = notice.grad && notice.lent ? notice.grad : notice.view;
+  PyObject* result = lent ? notice.grad : notice.view;
   if (now != result && PyObject_SetAttr(param, grad_name, result) != 0)
     throw py::error_already_set();
   Py_CLEAR(notice.grad);
+  return true;
 }
 
 PyObject* call(PyObject* self, PyObject* args, PyObject*) {
@@ -279,13 +291,15 @@ PyObject* launch_lent(PyObject*, PyObject* const* args, Py_ssize_t count) {
   });
 }
 
-// deliver(params, notices): makes what is in the arena the parameters' gradients.
+// deliver(params, notices): makes what is in the arena the parameters' gradients; returns the
+// positions of those where it cannot tell that the tensor still looks there.
 PyObject* deliver(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
-    for_each_pair(args, count, [&](Py_ssize_t, PyObject* param, PyObject* notice) {
-      take(as_notice(notice), param);
+    py::list left;
+    for_each_pair(args, count, [&](Py_ssize_t i, PyObject* param, PyObject* notice) {
+      if (!take(as_notice(notice), param)) left.append(i);
     });
-    return new_ref(Py_None);
+    return left.release().ptr();
   });
 }
 
