@@ -12,7 +12,7 @@ from bagua.common.kinds import Urgency
 from bagua.common.objects import allgather_object
 from bagua.common.world import barrier
 from bagua.torch.between_steps import BetweenSteps
-from bagua.torch.pieces import Piece, land_all
+from bagua.torch.pieces import Pairs, Piece, land_all
 
 
 class Background(BetweenSteps):
@@ -42,16 +42,10 @@ class Background(BetweenSteps):
         given, self._given = self._given, []
         land_all(self._pieces)
         self._next_s = time.monotonic() + self._exchange.sync_interval_ms / 1e3
-        moved: set[int] = set()  # memory, which parameters may share
         for piece, before in zip(self._pieces, given):
             piece.flat -= before
-            moves = []
-            for param, view in zip(piece.params, piece.views):
-                if param.data_ptr() not in moved:
-                    moves.append((param, view))
-                    moved.add(param.data_ptr())
-            if moves:
-                torch._foreach_add_(*map(list, zip(*moves)))
+        moves = _each_once([p for piece in self._pieces for p in zip(piece.params, piece.views)])
+        torch._foreach_add_([param for param, _ in moves], [view for _, view in moves])
 
     def _drop(self) -> None:
         self._given = []
@@ -94,3 +88,17 @@ class Background(BetweenSteps):
             self._start()
         if self._given:
             finish()
+
+
+def _each_once(pairs: Pairs) -> Pairs:
+    """Parameters may share memory: of each, what no other one before it has."""
+    once, end = [], 0
+    for param, view in sorted(pairs, key=lambda pair: (pair[0].data_ptr(), -pair[0].nbytes)):
+        begin = param.data_ptr()
+        shared = max(0, end - begin) // param.element_size()
+        end = max(end, begin + param.nbytes)
+        if shared == 0:
+            once.append((param, view))
+        elif shared < param.numel() and param.is_contiguous():
+            once.append((param.view(-1)[shared:], view.reshape(-1)[shared:]))
+    return once

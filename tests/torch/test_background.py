@@ -95,18 +95,27 @@ def test_is_what_one_loop_over_all_ranks_gives(everyone, hvd, inner):
         torch.testing.assert_close(param.detach(), mean, rtol=1e-5, atol=1e-5)
 
 
-def test_memory_that_parameters_share_moves_once(everyone, hvd):
-    first, second = (nn.Parameter(torch.zeros(700)) for _ in range(2))
-    second.data = first.data
+SHARED = {
+    "same": [slice(0, 700), slice(0, 700)],
+    "head": [slice(0, 300), slice(0, 700)],
+    "middle": [slice(0, 700), slice(200, 500)],
+    "beyond": [slice(0, 400), slice(100, 700), slice(300, 600)],
+}
+
+
+@pytest.mark.parametrize("how", list(SHARED))
+def test_memory_that_parameters_share_moves_once(everyone, hvd, how):
+    whole = torch.zeros(700)
+    params = [nn.Parameter(whole[place]) for place in SHARED[how]]
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([first, second], lr=0.1), algorithm=AsyncModelAverage(sync_interval_ms=0.0)
+        torch.optim.SGD(params, lr=0.1), algorithm=AsyncModelAverage(sync_interval_ms=0.0)
     )
     optimizer.step()
     optimizer.settle()
-    first.data.fill_(everyone.me)
+    whole.fill_(everyone.me)
     driver, used = optimizer._driver, []
     finish = driver._finish
-    driver._finish = lambda: (finish(), used.append(first.tolist()))
+    driver._finish = lambda: (finish(), used.append(whole.tolist()))
     while not used:
         optimizer.step()
         time.sleep(0.001)
