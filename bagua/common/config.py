@@ -338,8 +338,8 @@ def suggested() -> Iterator[None]:
 
 def malloc_is_told() -> bool:
     """Whether the user has told glibc, by variables of its own, what to do with freed memory."""
-    ours = any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"))
-    return ours or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
+    told = any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"))
+    return told or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
 
 
 def nccl_shares_gpu() -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 
 import pytest
 import torch
 from torch import nn
 
+from bagua.algorithms import find
 from bagua.common.errors import UsageError
+from bagua.common.world import world
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
@@ -135,3 +138,11 @@ def test_state_dict_is_that_of_torchs(everyone, bagua, ddp):
 def test_a_module_without_gradients(everyone, bagua, ddp):
     with pytest.raises(ValueError, match="no parameter of the module requires a gradient"):
         ddp(line(everyone).requires_grad_(False))
+
+
+def test_the_setting_chooses_where_the_call_does_not(everyone, ddp, monkeypatch):
+    config = dataclasses.replace(world().config, algorithm="bytegrad")
+    monkeypatch.setattr(world(), "config", config)
+    module = line(everyone)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    assert ddp(module, optimizers=[optimizer]).bagua_algorithm == find("bytegrad")
