@@ -1,6 +1,6 @@
 """Every setting: one dataclass field makes the keyword, the variable, the flag and the help.
 
-Only this module reads the environment.
+Only this module of the library reads the environment; the launcher makes it.
 """
 
 from __future__ import annotations
@@ -107,8 +107,9 @@ class Config:
     )
     keep_memory: bool = _setting(
         True,
-        "memory that is freed stays for the next step, up to 1 GB in blocks of less than 32 MB, "
-        "instead of going back to the system (glibc, unless MALLOC_* variables tell it otherwise)",
+        "memory that is freed stays for the next step, in blocks of less than 32 MB and up to 1 GB "
+        "at the end of the heap, instead of going back to the system (glibc, unless its variables "
+        "say when to trim or to map)",
     )
     helpers: float = _setting(
         -1.0,
@@ -339,7 +340,8 @@ def suggested() -> Iterator[None]:
 def malloc_is_told() -> bool:
     """Whether the user has told glibc, by variables of its own, what to do with freed memory."""
     told = any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"))
-    return told or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    return told or any(f"glibc.malloc.{which}_threshold=" in tunables for which in ("trim", "mmap"))
 
 
 def nccl_shares_gpu() -> bool:

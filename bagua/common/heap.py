@@ -16,6 +16,15 @@ _MOST_NBYTES = 1 << 30
 
 def keep_freed() -> None:
     """So much at the end of the heap; what lies below something in use stays anyway."""
+    _set(_MOST_NBYTES)
+
+
+def give_back_freed() -> None:
+    """As glibc does by itself, once blocks of any size have been freed."""
+    _set(2 * _LARGEST_NBYTES)
+
+
+def _set(most_nbytes: int) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     if mallopt is not None and mallopt(_M_MMAP_THRESHOLD, _LARGEST_NBYTES):
-        mallopt(_M_TRIM_THRESHOLD, _MOST_NBYTES)
+        mallopt(_M_TRIM_THRESHOLD, most_nbytes)

@@ -24,7 +24,7 @@ from bagua.common.config import (
 )
 from bagua.common.core import core
 from bagua.common.errors import BaguaError, PeerError, UsageError
-from bagua.common.heap import keep_freed
+from bagua.common.heap import give_back_freed, keep_freed
 from bagua.common.kinds import Kind, Urgency
 from bagua.common.machine import core_share, machine, usable_cores
 from bagua.common.meeting import (
@@ -49,7 +49,8 @@ class World:
 
     def __init__(self, comm: MPI.Comm, config: Config) -> None:
         self.config = config
-        if config.keep_memory and not malloc_is_told():
+        self._keeps_memory = config.keep_memory and not malloc_is_told()
+        if self._keeps_memory:
             keep_freed()
         self._parent = comm
         meet(comm, config.start_timeout_s)
@@ -153,6 +154,12 @@ class World:
             # What was broken off may still be under way: never use these copies again.
             for purpose in ("engine", "messages"):
                 forget_copy(self._parent, purpose)
+        self.leave_memory()
+
+    def leave_memory(self) -> None:
+        """This process trains no more."""
+        if self._keeps_memory:
+            give_back_freed()
 
 
 _world: World | None = None
@@ -343,6 +350,7 @@ def _abandon() -> None:
     global _world
     if _world is not None:
         core.abandon(_world.engine)
+        _world.leave_memory()
         _world = None
     atexit.unregister(_leave)
 

@@ -54,10 +54,10 @@ def arena_of(
     return bucket, tensor_over(bucket, dtype), [tensor_over(m, torch.float32) for m in bucket.kept]
 
 
-def tensor_over(memory: Any, dtype: torch.dtype) -> torch.Tensor:
-    if memoryview(memory).nbytes == 0:
+def tensor_over(memory: Any, dtype: torch.dtype, begin: int = 0, count: int = -1) -> torch.Tensor:
+    if count == 0 or memoryview(memory).nbytes == 0:
         return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, offset=begin * dtype.itemsize, count=count)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +21,12 @@ class Background(BetweenSteps):
 
     resting = False  # no exchange is begun
     _next_s = 0.0
-    _given: list[torch.Tensor]  # by piece, while an exchange is under way
+    _given: list[torch.Tensor]  # by piece, while exchanges are under way
 
     def stepped(self) -> None:
         super().stepped()
         if self._given:
+            self._start()
             if all(piece.done() for piece in self._pieces):
                 self._finish()
         elif not self.resting and self._due() and time.monotonic() >= self._next_s:
@@ -32,20 +34,27 @@ class Background(BetweenSteps):
 
     @torch.no_grad()
     def _start(self) -> None:
-        for piece in self._pieces:
-            piece.copy_weights()
-            self._given.append(piece.flat.clone())
-            piece.launch(Urgency.NOW)
+        """Also goes on where an interrupt has ended it."""
+        for number, piece in enumerate(self._pieces):
+            if number == len(self._given):
+                piece.copy_weights()
+                self._given.append(piece.flat.clone())
+            if not piece.launched():
+                piece.launch(Urgency.NOW)
 
     @torch.no_grad()
     def _finish(self) -> None:
+        try:
+            land_all(self._pieces)
+        except BaseException:
+            if all(piece.done() for piece in self._pieces):  # no interrupt: there is no average
+                self._given = []
+            raise
         given, self._given = self._given, []
-        land_all(self._pieces)
         self._next_s = time.monotonic() + self._exchange.sync_interval_ms / 1e3
         for piece, before in zip(self._pieces, given):
             piece.flat -= before
-        moves = _each_once([p for piece in self._pieces for p in zip(piece.params, piece.views)])
-        torch._foreach_add_([param for param, _ in moves], [view for _, view in moves])
+        _move([pair for piece in self._pieces for pair in zip(piece.params, piece.views)])
 
     def _drop(self) -> None:
         self._given = []
@@ -76,6 +85,8 @@ class Background(BetweenSteps):
 
     def _end(self, finish: Callable[[], None]) -> None:
         """Ends what is under way, on all ranks; not all may have begun it yet."""
+        if self._given:
+            self._start()
         barrier(self._process_set)
         # What all have begun is agreed on by now, so it is over before this is.
         self._marker.launch(Urgency.WAITED)
@@ -90,15 +101,14 @@ class Background(BetweenSteps):
             finish()
 
 
-def _each_once(pairs: Pairs) -> Pairs:
-    """Parameters may share memory: of each, what no other one before it has."""
-    once, end = [], 0
-    for param, view in sorted(pairs, key=lambda pair: (pair[0].data_ptr(), -pair[0].nbytes)):
-        begin = param.data_ptr()
-        shared = max(0, end - begin) // param.element_size()
-        end = max(end, begin + param.nbytes)
-        if shared == 0:
-            once.append((param, view))
-        elif shared < param.numel() and param.is_contiguous():
-            once.append((param.view(-1)[shared:], view.reshape(-1)[shared:]))
-    return once
+def _move(pairs: Pairs) -> None:
+    """Adds to every parameter, and once to memory that several have."""
+    memory = [param.untyped_storage().data_ptr() for param, _ in pairs]
+    count = Counter(memory)
+    alone = [pair for pair, whose in zip(pairs, memory) if count[whose] == 1]
+    shared = [pair for pair, whose in zip(pairs, memory) if count[whose] > 1]
+    if alone:
+        torch._foreach_add_([param for param, _ in alone], [view for _, view in alone])
+    if shared:
+        goals = [view.add_(param) for param, view in shared]
+        torch._foreach_copy_([param for param, _ in shared], goals)

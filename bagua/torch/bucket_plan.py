@@ -13,8 +13,9 @@ from bagua.common.kinds import ReduceOp
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
 from bagua.torch.arrays import dtype_name
-from bagua.torch.buckets import Bucket, Fold, Slot
+from bagua.torch.buckets import Bucket, Fold
 from bagua.torch.low_rank import LowRankBucket
+from bagua.torch.slot import Slot
 from bagua.torch.velocity import VelocityBucket
 
 

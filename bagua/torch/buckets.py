@@ -1,9 +1,4 @@
-"""Cuts parameters into buckets and lays their gradients into the buckets' arenas.
-
-A *slot* is one parameter's place in a bucket. Its `view` looks at the arena with the parameter's
-shape and strides. After an exchange the parameter's gradient is another tensor that does, since
-users may make theirs look elsewhere (`grad.data = ...`).
-"""
+"""Cuts parameters into buckets and lays their gradients into the buckets' arenas."""
 
 from __future__ import annotations
 
@@ -13,13 +8,14 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from bagua.algorithms import Algorithm, BucketInfo, Exchange
+from bagua.algorithms import BucketInfo, Exchange
 from bagua.algorithms.exchange import LOSSY
 from bagua.common.core import core
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.process_set import ProcessSet
-from bagua.torch.arrays import arena_of, tensor_over
+from bagua.torch.arrays import arena_of, is_on_device, tensor_over
+from bagua.torch.slot import Slot, in_memory_like, view_like
 
 
 class _Claims:
@@ -54,73 +50,6 @@ _flying: set[int] = set()
 Fold = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 # Looks at gradients that are about to travel somewhere.
 Watch = Callable[[str, Sequence[tuple[str, torch.Tensor]]], None]
-
-
-class Slot:
-    """One parameter's place in a bucket."""
-
-    __slots__ = (
-        "algorithm",
-        "bucket",
-        "exact",
-        "given",
-        "index",
-        "made_dense",
-        "may_be_sparse",
-        "name",
-        "notice",
-        "number",
-        "param",
-        "residuals",
-        "view",
-    )
-
-    def __init__(self, name: str, param: torch.Tensor, number: int) -> None:
-        self.name = name
-        self.number = number  # in the order of the optimizer's parameters
-        self.param = param
-        self.bucket: Bucket | None = None  # None: this gradient travels alone, see loose.py
-        self.index = -1
-        self.view: torch.Tensor = torch.empty(0)
-        self.given = self.view  # the same memory, as users get it
-        self.notice: Any = None  # the engine's hook
-        self.algorithm = Algorithm()  # of this parameter
-        self.exact = True  # it travels as it is, whatever the algorithm
-        # What encoding has lost of this rank's values, and of the means that it encodes; or what
-        # the bucket keeps instead.
-        self.residuals: list[torch.Tensor] = []
-        self.made_dense = False  # if its gradient is sparse
-        self.may_be_sparse = False  # then its gradient is none of the bucket's business
-
-    def dense_gradient(self) -> torch.Tensor | None:
-        """What backward has left; where it is sparse and shall not be, it becomes dense."""
-        grad = self.param.grad
-        if self.made_dense and grad is not None and grad.is_sparse:
-            grad = self.param.grad = grad.to_dense()
-        return grad
-
-    def enter(self, bucket: Bucket, index: int, view: torch.Tensor) -> None:
-        self.bucket, self.index, self.view = bucket, index, view
-        self._give()
-
-    def _give(self) -> None:
-        self.given = self.view.detach()
-        self.notice.bind(self.bucket.arena, self.index, self.given)  # type: ignore[union-attr]
-
-    def is_in_arena(self, grad: torch.Tensor | None) -> bool:
-        """Whether what is written to this gradient is written there."""
-        same = grad is self.given and grad.data_ptr() == self.view.data_ptr()
-        return same and in_memory_like(self.view, self.given)
-
-    def deliver(self) -> None:
-        """Makes what is in the arena the parameter's gradient."""
-        if not self.is_in_arena(self.given):
-            self._give()
-        self.param.grad = self.given
-
-    def leave(self) -> None:
-        self.bucket = None
-        self.notice.unbind()
 
 
 class Bucket:
@@ -168,7 +97,7 @@ class Bucket:
             exact_in_nodes=exchange.hierarchical,
             kept=exchange.kept,
         )
-        self._address = self._flat.data_ptr()
+        self._begins = list(self.arena.begins)
         self.ready = self.arena.ready
         self.count_quietly = self.arena.count_quietly
         self.handle: Any | None = None
@@ -190,19 +119,17 @@ class Bucket:
         """What a kind of bucket has beside its arena."""
 
     def _lay_out(self) -> None:
-        for index, (slot, begin) in enumerate(zip(self.slots, self.arena.begins)):
+        for index, (slot, begin) in enumerate(zip(self.slots, self._begins)):
             place = slice(begin, begin + slot.param.numel())
             slot.enter(self, index, view_like(self._flat[place], slot.param))
             slot.residuals = [residual[place] for residual in self._kept]
 
-    def _find_arena(self) -> None:
-        """`share_memory_()` of a gradient in the arena moves all that torch knows of it."""
-        if self._flat.data_ptr() == self._address:
-            return
-        self._flat = tensor_over(self.arena, self._flat.dtype)
-        for index, (slot, begin) in enumerate(zip(self.slots, self.arena.begins)):
-            known = slot.view
-            slot.enter(self, index, self._flat.as_strided(known.shape, known.stride(), begin))
+    def alias(self, index: int) -> torch.Tensor:
+        """A slot's part of the arena, which torch takes for other memory."""
+        begin, count = self._begins[index], self.slots[index].param.numel()
+        if is_on_device(self._flat):
+            return self._flat[begin : begin + count]  # nothing moves it
+        return tensor_over(self.arena, self._flat.dtype, begin, count)
 
     def launch(self, urgency: Urgency = Urgency.NOW) -> None:
         """Starts the exchange; the arena must not be touched until `deliver`."""
@@ -212,7 +139,6 @@ class Bucket:
     def gather(self, urgency: Urgency) -> None:
         if (left := self.arena.under_way()) is not None:
             left.wait()  # of a step that was interrupted
-        self._find_arena()
         self.stale = False
         if self.watch is not None:
             self.watch(self.name, [(slot.name, slot.param) for slot in self.slots])
@@ -371,28 +297,8 @@ def _may_be_moved(slot: Slot, grad: torch.Tensor) -> bool:
     """
     return (
         in_memory_like(slot.view, grad)
+        and not core.Bucket.in_an_arena(grad.data_ptr())
         and id(grad) not in _lent
         and _owner_count(grad) == _ONE_OWNER
         and not claims.contested
     )
-
-
-def in_memory_like(view: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether bytes mean the same in the other tensor's memory."""
-    return (
-        tensor.dtype == view.dtype
-        and tensor.device == view.device
-        and tensor.shape == view.shape
-        and tensor.stride() == view.stride()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
-
-
-def view_like(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The slice with the parameter's shape, and its strides where they have no gaps."""
-    strided = torch.empty_strided(param.shape, param.stride(), device="meta")
-    dense = param.numel() == 0 or strided.untyped_storage().size() == (
-        param.numel() * strided.element_size()
-    )
-    return flat.as_strided(param.shape, param.stride()) if dense else flat.view(param.shape)

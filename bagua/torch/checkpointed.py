@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bagua.algorithms import Algorithm
+from bagua.common.warn import warn
 from bagua.torch import kept, lost
 from bagua.torch.bucket_plan import Plan
 from bagua.torch.layout import Layout
@@ -45,6 +46,7 @@ class Checkpointed:
     def take_up(self) -> None:
         """The ranks agree whether all can, in the first exchange and after loading."""
         if not self.due:
+            self._drop_loaded()
             return
         loaded, self._loaded, self.due = self._loaded, None, False
         had_loaded = loaded is not None
@@ -60,6 +62,15 @@ class Checkpointed:
             layout.rebuild_as(names)
         if had_loaded:
             lost.restore(loaded and loaded["lost"], layout.buckets)
+
+    def _drop_loaded(self) -> None:
+        """Else another algorithm would take it up when it is long out of date."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and loaded["lost"]:
+            warn(
+                f"this checkpoint has what {loaded['identity']['algorithm']} had kept, which "
+                f"{self._plan.algorithm!r} has no use for: it is dropped"
+            )
 
     def _keeps_something(self) -> bool:
         """Codecs whose blocks span parameters give other bits where buckets are laid out anew."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bagua.torch.buckets import Slot
+from bagua.torch.slot import Slot
 
 
 class Grouping:

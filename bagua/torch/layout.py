@@ -16,11 +16,12 @@ from bagua.common.kinds import ReduceOp
 from bagua.common.world import world
 from bagua.torch import lost, safety
 from bagua.torch.bucket_plan import Plan
-from bagua.torch.buckets import Bucket, Slot, Watch, claims
+from bagua.torch.buckets import Bucket, Watch, claims
 from bagua.torch.checks import check_parameters
 from bagua.torch.grouping import Grouping
 from bagua.torch.loose import Loose
 from bagua.torch.own import is_own
+from bagua.torch.slot import Slot
 
 
 class Layout:

@@ -16,7 +16,8 @@ from bagua.common.kinds import Kind
 from bagua.common.world import world
 from bagua.torch import ops
 from bagua.torch.bucket_plan import Plan
-from bagua.torch.buckets import Slot, Watch
+from bagua.torch.buckets import Watch
+from bagua.torch.slot import Slot
 
 
 class Loose:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from bagua.torch.buckets import Bucket, Slot
+from bagua.torch.buckets import Bucket
+from bagua.torch.slot import Slot
 
 Residuals = dict[Slot, list[torch.Tensor]]
 

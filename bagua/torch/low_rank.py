@@ -11,8 +11,9 @@ from bagua.algorithms import Exchange
 from bagua.common.kinds import Urgency
 from bagua.common.process_set import ProcessSet
 from bagua.torch.arrays import is_on_device
-from bagua.torch.buckets import Bucket, Slot
+from bagua.torch.buckets import Bucket
 from bagua.torch.pieces import Piece
+from bagua.torch.slot import Slot
 
 
 class LowRankBucket(Bucket):

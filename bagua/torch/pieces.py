@@ -15,7 +15,7 @@ from bagua.common.errors import UsageError
 from bagua.common.kinds import Urgency
 from bagua.common.process_set import ProcessSet
 from bagua.torch.arrays import arena_of, is_on_device
-from bagua.torch.buckets import in_memory_like, view_like
+from bagua.torch.slot import in_memory_like, view_like
 
 Named = Sequence[tuple[str, torch.Tensor]]
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -107,6 +107,9 @@ class Piece:
         if self._counts_ranks:
             self.flat[self._begins[-1]] = 1
         self._handle = core.launch_lent(self._arena, urgency, list(lent))
+
+    def launched(self) -> bool:
+        return self._handle is not None or not self.done()
 
     def done(self) -> bool:
         return self._arena.under_way() is None

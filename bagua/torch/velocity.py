@@ -7,7 +7,8 @@ import torch
 from bagua.algorithms import Exchange
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
-from bagua.torch.buckets import Bucket, view_like
+from bagua.torch.buckets import Bucket
+from bagua.torch.slot import view_like
 
 
 class VelocityBucket(Bucket):

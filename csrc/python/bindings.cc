@@ -245,6 +245,10 @@ PYBIND11_MODULE(_core, m) {
                  make_handle(b.engine(), std::move(handle), Py_None));
            })
       .def("count_quietly", &Bucket::count_quietly)
+      .def_static("in_an_arena",
+                  [](uintptr_t address) {
+                    return Bucket::in_an_arena(reinterpret_cast<const char*>(address));
+                  })
       .def_property_readonly("movable", &Bucket::movable)
       .def_property_readonly("large", &Bucket::large);
 }

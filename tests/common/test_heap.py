@@ -6,19 +6,28 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 STEP = """
-import resource, sys
-import numpy as np
+import os, resource, sys
 import bagua
-bagua.init(keep_memory=sys.argv[1] == "keep")
+bagua.init(keep_memory=sys.argv[1] != "leave")
+if sys.argv[1] == "leave later":
+    bagua.shutdown()
+    bagua.init(keep_memory=False)
+elif sys.argv[1] == "child" and (child := os.fork()):
+    os.waitpid(child, 0)
+    os._exit(0)
 
 def step():
-    gradients = [np.ones(4 << 20, np.uint8) for _ in range(12)]
+    gradients = [bytearray(4 << 20) for _ in range(40)]
 
 step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 step()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, flush=True)
+if sys.argv[1] == "child":
+    os._exit(0)
 """
 
 
@@ -31,7 +40,7 @@ def pages(wish: str, **variables: str) -> float:
         check=True,
         env={**os.environ, **variables},
     )
-    return int(done.stdout) * os.sysconf("SC_PAGESIZE") / (12 * (4 << 20))
+    return int(done.stdout) * os.sysconf("SC_PAGESIZE") / (40 * (4 << 20))
 
 
 def test_a_step_finds_the_memory_of_the_one_before():
@@ -39,5 +48,22 @@ def test_a_step_finds_the_memory_of_the_one_before():
     assert pages("leave") > 0.2
 
 
-def test_the_user_has_the_last_word():
-    assert pages("keep", MALLOC_TRIM_THRESHOLD_="131072") > 0.2
+@pytest.mark.parametrize("wish", ["leave later", "child"])
+def test_who_trains_no_more_keeps_nothing(wish):
+    assert pages(wish) > 0.2
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        ("MALLOC_TRIM_THRESHOLD_", "131072"),
+        ("MALLOC_MMAP_THRESHOLD_", "131072"),
+        ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072"),
+    ],
+)
+def test_the_user_has_the_last_word(variable):
+    assert pages("keep", **dict([variable])) > 0.2
+
+
+def test_what_is_not_about_freed_memory_does_not_count():
+    assert pages("keep", GLIBC_TUNABLES="glibc.malloc.arena_max=2") < 0.05

@@ -58,7 +58,7 @@ def test_is_what_one_loop_over_all_ranks_gives(everyone, hvd, inner):
     begun, used = [], []  # after how many steps each average was begun, and used
     driver = optimizer._driver
     start, finish = driver._start, driver._finish
-    driver._start = lambda: (begun.append(mine.steps), start())
+    driver._start = lambda: (driver._given or begun.append(mine.steps), start())
     driver._finish = lambda: (finish(), used.append(mine.steps))
     while mine.steps < STEPS or len(used) < 3:  # where cores are busy, an average takes its time
         mine.backward()
@@ -100,6 +100,8 @@ SHARED = {
     "head": [slice(0, 300), slice(0, 700)],
     "middle": [slice(0, 700), slice(200, 500)],
     "beyond": [slice(0, 400), slice(100, 700), slice(300, 600)],
+    "by turns": [slice(0, 700, 2), slice(1, 700, 2)],
+    "some twice": [slice(0, 700, 2), slice(0, 700, 3), slice(1, 700, 2)],
 }
 
 
@@ -120,4 +122,32 @@ def test_memory_that_parameters_share_moves_once(everyone, hvd, how):
         optimizer.step()
         time.sleep(0.001)
     assert used[0] == [(everyone.size - 1) / 2] * 700
+    optimizer.settle()
+
+
+def test_an_interrupt_leaves_no_piece_behind(everyone, hvd):
+    params = [nn.Parameter(torch.zeros(1 << 18)) for _ in range(3)]  # a piece each
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(params, lr=0.1), algorithm=AsyncModelAverage(sync_interval_ms=0.0)
+    )
+    optimizer.step()
+    optimizer.settle()
+    driver = optimizer._driver
+    assert len(driver._pieces) == 3
+    launch, finish, used = driver._pieces[1].launch, driver._finish, []
+
+    def interrupted(urgency):
+        driver._pieces[1].launch = launch
+        raise KeyboardInterrupt
+
+    driver._pieces[1].launch = interrupted
+    driver._finish = lambda: (finish(), used.append([float(p.detach()[0]) for p in params]))
+    for number, param in enumerate(params):
+        param.data.fill_(everyone.me + 10 * number)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    while not used:
+        optimizer.step()
+        time.sleep(0.001)
+    assert used[0] == [(everyone.size - 1) / 2 + 10 * number for number in range(3)]
     optimizer.settle()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -20,22 +22,66 @@ REPLACED = {
 }
 
 
-@pytest.mark.parametrize("how", list(REPLACED))
+# A gradient that is set to zero, or replaced by the next one.
+HOW = [(how, False) for how in REPLACED if how != "resized"]
+HOW += [(how, True) for how in REPLACED if how != "grad"]
+
+
+@pytest.mark.parametrize(("how", "replaced"), HOW)
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "powersgd"])
 @pytest.mark.parametrize("size", [4, 600])
-@pytest.mark.parametrize("zeroes", [True, False])
-def test_gradients_that_users_have_moved(everyone, hvd, how, algorithm, size, zeroes):
+def test_gradients_that_users_have_moved(everyone, hvd, how, replaced, algorithm, size):
     params = [nn.Parameter(torch.zeros(size, size)), nn.Parameter(torch.zeros(3, 2))]
     if how == "shared" and is_on_device(params[0]):
         pytest.skip("a device's memory stays where it is")
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), algorithm=algorithm)
     for step in range(5):
-        optimizer.zero_grad(set_to_none=zeroes)
+        optimizer.zero_grad(set_to_none=replaced)
         weight = float(10**step) * (everyone.me + 1)
         sum((param * weight).sum() for param in params).backward()
         mean = 10**step * (everyone.size + 1) / 2
         for param in params:
             torch.testing.assert_close(param.grad, torch.full_like(param, mean), rtol=1e-4, atol=0)
         optimizer.step()
-        if how != "resized" or zeroes:
-            REPLACED[how](params[step % 2])
+        REPLACED[how](params[step % 2])
+
+
+def _start_and_move(bucket, queued, urgency):
+    type(bucket).start(bucket, urgency)
+    for grad in queued:
+        grad.share_memory_()
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "powersgd"])
+def test_gradients_that_are_moved_while_they_are_exchanged(everyone, hvd, algorithm):
+    """As a queue to another process does in a thread of its own."""
+    params = [nn.Parameter(torch.zeros(8, 8)), nn.Parameter(torch.zeros(8, 8))]
+    if is_on_device(params[0]):
+        pytest.skip("a device's memory stays where it is")
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), algorithm=algorithm)
+    for step in range(6):
+        queued = [param.grad for param in params if param.grad is not None]
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss = sum((param * float(10**step) * (everyone.me + 1)).sum() for param in params)
+        with optimizer.no_sync():  # so that all is in the arena before it is launched
+            loss.backward()
+        for bucket in optimizer._driver.layout.buckets:
+            bucket.start = partial(_start_and_move, bucket, queued)
+        optimizer.synchronize()
+        mean = 10**step * (everyone.size + 1) / 2
+        for param in params:
+            torch.testing.assert_close(param.grad, torch.full_like(param, mean), rtol=1e-4, atol=0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+def test_the_arena_by_another_name_is_the_arena(everyone, hvd):
+    param = nn.Parameter(torch.zeros(8))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0))
+    param.sum().backward()
+    slot = optimizer._driver.layout.slots[param]
+    assert slot.is_in_arena(param.grad)
+    param.grad = param.grad.detach()
+    assert slot.is_in_arena(param.grad)
+    param.grad = param.grad.clone()
+    assert not slot.is_in_arena(param.grad)

@@ -486,6 +486,22 @@ def test_goes_on_with_another_algorithm_than_the_checkpoint(everyone, hvd, algor
         _assert_equal_replicas(hvd, model)
 
 
+def test_what_an_algorithm_has_no_use_for_is_dropped(everyone, hvd):
+    """And not added when the gradients of thousands of steps later are compressed again."""
+    model, optimizer = _resumable(hvd, 0.02)
+    _step(everyone, model, optimizer, 0)
+    own = copy.deepcopy(optimizer.state_dict()["bagua"])
+    assert own["kept"]["lost"]
+    model, optimizer = _resumable(hvd, 0.02, Algorithm())
+    optimizer.load_state_dict(optimizer.state_dict() | {"bagua": own})
+    with pytest.warns(UserWarning, match="has no use for"):
+        _step(everyone, model, optimizer, 1)
+    assert "bagua" not in optimizer.state_dict()
+    optimizer.set_algorithm(_SIGN1)
+    _step(everyone, model, optimizer, 2)
+    _assert_equal_replicas(hvd, model)
+
+
 def test_one_layout_for_all_is_no_reason_to_warn(everyone, hvd, recwarn):
     blocks = ByteGrad(hierarchical=False)
     model, optimizer = _resumable(hvd, 0.02, blocks)
