@@ -49,9 +49,6 @@ class World:
 
     def __init__(self, comm: MPI.Comm, config: Config) -> None:
         self.config = config
-        self._keeps_memory = config.keep_memory and not malloc_is_told()
-        if self._keeps_memory:
-            keep_freed()
         self._parent = comm
         meet(comm, config.start_timeout_s)
         message_comm = private_copy(comm, "messages")
@@ -74,6 +71,9 @@ class World:
         global_process_set.ranks = list(range(self.size))
         global_process_set._bind(0, self.rank)
         self.process_sets[0] = global_process_set
+        self._keeps_memory = config.keep_memory and not malloc_is_told()
+        if self._keeps_memory:
+            keep_freed()
 
     def overlaps(self, busy_threads: int) -> bool:
         """Whether an exchange while the model computes makes training faster.
@@ -145,6 +145,7 @@ class World:
 
     def stop(self) -> None:
         """Stops the engine; on rank 0 returns when every rank has."""
+        self.leave_memory()
         for process_set in self.process_sets.values():
             process_set._bind(None, self.rank)
         self.engine.stop()
@@ -154,7 +155,6 @@ class World:
             # What was broken off may still be under way: never use these copies again.
             for purpose in ("engine", "messages"):
                 forget_copy(self._parent, purpose)
-        self.leave_memory()
 
     def leave_memory(self) -> None:
         """This process trains no more."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ class Background(BetweenSteps):
     resting = False  # no exchange is begun
     _next_s = 0.0
     _given: list[torch.Tensor]  # by piece, while exchanges are under way
+    _launches = 0  # of every piece, so far and in this round
 
     def stepped(self) -> None:
         super().stepped()
@@ -35,20 +35,22 @@ class Background(BetweenSteps):
     @torch.no_grad()
     def _start(self) -> None:
         """Also goes on where an interrupt has ended it."""
+        if not self._given and self._pieces:
+            land_all(self._pieces)  # what an interrupt has left
+            self._launches = self._pieces[-1].launch_count() + 1
         for number, piece in enumerate(self._pieces):
             if number == len(self._given):
                 piece.copy_weights()
                 self._given.append(piece.flat.clone())
-            if not piece.launched():
+            if piece.launch_count() < self._launches:
                 piece.launch(Urgency.NOW)
 
     @torch.no_grad()
     def _finish(self) -> None:
         try:
             land_all(self._pieces)
-        except BaseException:
-            if all(piece.done() for piece in self._pieces):  # no interrupt: there is no average
-                self._given = []
+        except Exception:  # after an interrupt it is tried again
+            self._given = []
             raise
         given, self._given = self._given, []
         self._next_s = time.monotonic() + self._exchange.sync_interval_ms / 1e3
@@ -91,24 +93,44 @@ class Background(BetweenSteps):
         # What all have begun is agreed on by now, so it is over before this is.
         self._marker.launch(Urgency.WAITED)
         self._marker.land()
+        failed = None
         if self._given and all(piece.done() for piece in self._pieces):
-            finish()
+            try:
+                finish()
+            except Exception as error:
+                failed = error  # the others wait for this rank's word
         waiting = bool(self._given)
         everyone = allgather_object(waiting, f"{self._prefix}.waiting", self._process_set)
         if any(everyone) and not waiting:
             self._start()
         if self._given:
             finish()
+        if failed is not None:
+            raise failed
 
 
 def _move(pairs: Pairs) -> None:
     """Adds to every parameter, and once to memory that several have."""
-    memory = [param.untyped_storage().data_ptr() for param, _ in pairs]
-    count = Counter(memory)
-    alone = [pair for pair, whose in zip(pairs, memory) if count[whose] == 1]
-    shared = [pair for pair, whose in zip(pairs, memory) if count[whose] > 1]
+    overlap = _overlapping([param for param, _ in pairs])
+    alone = [pair for number, pair in enumerate(pairs) if number not in overlap]
+    shared = [pair for number, pair in enumerate(pairs) if number in overlap]
     if alone:
         torch._foreach_add_([param for param, _ in alone], [view for _, view in alone])
     if shared:
         goals = [view.add_(param) for param, view in shared]
         torch._foreach_copy_([param for param, _ in shared], goals)
+
+
+def _overlapping(params: list[torch.Tensor]) -> set[int]:
+    """Those whose memory, gaps included, is in part another one's, too."""
+    found, last, end = set(), -1, 0
+    for number in sorted(range(len(params)), key=lambda number: params[number].data_ptr()):
+        param = params[number]
+        if param.numel() == 0:
+            continue
+        if param.data_ptr() < end:
+            found |= {number, last}
+        reach = sum((n - 1) * stride for n, stride in zip(param.shape, param.stride()))
+        if (its_end := param.data_ptr() + (reach + 1) * param.element_size()) > end:
+            last, end = number, its_end
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -187,13 +188,14 @@ class Bucket:
                 raise UsageError(
                     f"{slot.name} got a sparse gradient after dense ones; use sparse_as_dense"
                 )
-            elif self._large[i] and _may_be_moved(slot, grad):
+            elif self._large[i] and getrefcount(grad) == _NOBODY_ELSE and _may_be_moved(slot, grad):
                 slot.notice.lend(grad, grad.data_ptr())
                 self._away.append((slot, grad))
                 _lent.add(id(grad))
             else:
                 views.append(slot.view)
-                grads.append(grad)
+                # It may overlap with the view, and torch does not know.
+                grads.append(grad.clone() if core.Bucket.in_an_arena(grad.data_ptr()) else grad)
         if views:
             torch._foreach_copy_(views, grads)
         self._transform()
@@ -287,6 +289,17 @@ def _owner_count(tensor: torch.Tensor) -> int:
 
 
 _ONE_OWNER = _owner_count(torch.empty(1)) or -1
+
+
+def _reference_count() -> int:
+    """In Python, of a gradient that only its parameter and one variable have."""
+    param = torch.nn.Parameter(torch.empty(1))
+    param.grad = torch.empty(1)
+    grad = param.grad
+    return getrefcount(grad)
+
+
+_NOBODY_ELSE = _reference_count()
 
 
 def _may_be_moved(slot: Slot, grad: torch.Tensor) -> bool:

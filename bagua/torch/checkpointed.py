@@ -66,7 +66,7 @@ class Checkpointed:
     def _drop_loaded(self) -> None:
         """Else another algorithm would take it up when it is long out of date."""
         loaded, self._loaded = self._loaded, None
-        if loaded is not None and loaded["lost"]:
+        if loaded is not None and any((loaded.get("lost") or loaded.get("values") or {}).values()):
             warn(
                 f"this checkpoint has what {loaded['identity']['algorithm']} had kept, which "
                 f"{self._plan.algorithm!r} has no use for: it is dropped"

@@ -108,8 +108,8 @@ class Piece:
             self.flat[self._begins[-1]] = 1
         self._handle = core.launch_lent(self._arena, urgency, list(lent))
 
-    def launched(self) -> bool:
-        return self._handle is not None or not self.done()
+    def launch_count(self) -> int:
+        return int(self._arena.launch_count)
 
     def done(self) -> bool:
         return self._arena.under_way() is None
@@ -154,15 +154,18 @@ def _copy(pairs: Pairs) -> None:
 
 
 def land_all(pieces: Sequence[Piece]) -> None:
-    """Waits for all of them, also after an error, which is raised in the end."""
-    errors = []
+    """Waits for all of them, also after an error, which is raised in the end.
+
+    That is a KeyboardInterrupt only if there was no other: then all results are there, or coming.
+    """
+    errors: list[BaseException] = []
     for piece in pieces:
         try:
             piece.land()
         except BaseException as error:
             errors.append(error)
     if errors:
-        raise errors[0]
+        raise next((error for error in errors if isinstance(error, Exception)), errors[0])
 
 
 def pieces_of(

@@ -66,9 +66,8 @@ class Slot:
         self._give()
 
     def _give(self) -> None:
-        self.given = self.bucket.alias(self.index).as_strided(  # type: ignore[union-attr]
-            self.view.shape, self.view.stride()
-        )
+        place = self.bucket.alias(self.index)  # type: ignore[union-attr]
+        self.given = place.as_strided(self.view.shape, self.view.stride()).detach()
         self.notice.bind(self.bucket.arena, self.index, self.given)  # type: ignore[union-attr]
 
     def is_in_arena(self, grad: torch.Tensor | None) -> bool:

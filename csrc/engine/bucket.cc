@@ -186,7 +186,9 @@ HandlePtr Bucket::launch(Engine::Urgency urgency, const std::vector<Place>& plac
   if (keepalive)
     request->keepalive = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(
         std::move(request->keepalive), std::move(keepalive));
-  return last_ = engine_->submit(std::move(request), urgency);
+  last_ = engine_->submit(std::move(request), urgency);
+  ++launch_count_;
+  return last_;
 }
 
 // Where the slots are that share a part.

@@ -77,6 +77,8 @@ class Bucket {
                    std::vector<Device::Mark> starts = {});
   // The last launch, if its exchange is not over: who was to wait for it may have been interrupted.
   HandlePtr under_way() const { return last_ && !last_->done() ? last_ : nullptr; }
+  // How often it was launched: who was interrupted may not know.
+  int64_t launch_count() const { return launch_count_; }
   // Does not take part this time: throws a UsageError, here and on the ranks that launch.
   void refuse(const std::string& problem);
 
@@ -98,6 +100,7 @@ class Bucket {
   Description description_;
   std::vector<Part> parts_;
   HandlePtr last_;
+  int64_t launch_count_ = 0;
   bool movable_;               // all slots
   std::vector<int> part_of_;   // by slot; -1 for one that shares a part with others
   std::vector<int> together_;  // those

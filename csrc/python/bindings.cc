@@ -244,6 +244,7 @@ PYBIND11_MODULE(_core, m) {
              return py::reinterpret_steal<py::object>(
                  make_handle(b.engine(), std::move(handle), Py_None));
            })
+      .def_property_readonly("launch_count", &Bucket::launch_count)
       .def("count_quietly", &Bucket::count_quietly)
       .def_static("in_an_arena",
                   [](uintptr_t address) {

@@ -102,13 +102,17 @@ SHARED = {
     "beyond": [slice(0, 400), slice(100, 700), slice(300, 600)],
     "by turns": [slice(0, 700, 2), slice(1, 700, 2)],
     "some twice": [slice(0, 700, 2), slice(0, 700, 3), slice(1, 700, 2)],
+    "other storages": [slice(0, 400), slice(100, 700)],
 }
 
 
 @pytest.mark.parametrize("how", list(SHARED))
 def test_memory_that_parameters_share_moves_once(everyone, hvd, how):
     whole = torch.zeros(700)
-    params = [nn.Parameter(whole[place]) for place in SHARED[how]]
+    parts = [whole[place] for place in SHARED[how]]
+    if how == "other storages":
+        parts = [torch.from_numpy(part.numpy()) for part in parts]
+    params = [nn.Parameter(part) for part in parts]
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(params, lr=0.1), algorithm=AsyncModelAverage(sync_interval_ms=0.0)
     )
@@ -150,4 +154,38 @@ def test_an_interrupt_leaves_no_piece_behind(everyone, hvd):
         optimizer.step()
         time.sleep(0.001)
     assert used[0] == [(everyone.size - 1) / 2 + 10 * number for number in range(3)]
+    optimizer.settle()
+
+
+def test_an_interrupt_of_the_wait_ends_no_round(everyone, hvd):
+    params = [nn.Parameter(torch.zeros(1 << 18)) for _ in range(3)]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(params, lr=0.1), algorithm=AsyncModelAverage(sync_interval_ms=0.0)
+    )
+    optimizer.step()
+    optimizer.settle()
+    driver = optimizer._driver
+    piece = driver._pieces[everyone.me % 3]  # ranks hear it at different places
+    land, finish, used = piece.land, driver._finish, []
+
+    def interrupted():
+        if not driver._given:
+            return land()  # nothing is under way
+        piece.land = land
+        raise KeyboardInterrupt
+
+    piece.land = interrupted
+    driver._finish = lambda: (finish(), used.append([float(p.detach()[0]) for p in params]))
+    for number, param in enumerate(params):
+        param.data.fill_(everyone.me + 10 * number)
+
+    def go_on():
+        while len(used) < 3:
+            optimizer.step()
+            time.sleep(0.001)
+
+    with pytest.raises(KeyboardInterrupt):
+        go_on()
+    go_on()
+    assert used == [[(everyone.size - 1) / 2 + 10 * number for number in range(3)]] * len(used)
     optimizer.settle()

@@ -53,9 +53,10 @@ def _start_and_move(bucket, queued, urgency):
 
 
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "powersgd"])
-def test_gradients_that_are_moved_while_they_are_exchanged(everyone, hvd, algorithm):
+@pytest.mark.parametrize("size", [8, 600])
+def test_gradients_that_are_moved_while_they_are_exchanged(everyone, hvd, algorithm, size):
     """As a queue to another process does in a thread of its own."""
-    params = [nn.Parameter(torch.zeros(8, 8)), nn.Parameter(torch.zeros(8, 8))]
+    params = [nn.Parameter(torch.zeros(size, size)), nn.Parameter(torch.zeros(size, size))]
     if is_on_device(params[0]):
         pytest.skip("a device's memory stays where it is")
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), algorithm=algorithm)
@@ -85,3 +86,39 @@ def test_the_arena_by_another_name_is_the_arena(everyone, hvd):
     assert slot.is_in_arena(param.grad)
     param.grad = param.grad.clone()
     assert not slot.is_in_arena(param.grad)
+
+
+def test_gradients_can_be_detached_in_place(everyone, hvd):
+    param = nn.Parameter(torch.zeros(8))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0))
+    param.sum().backward()
+    assert optimizer._driver.layout.slots[param].is_in_arena(param.grad)
+    param.grad.detach_()
+    param.grad.zero_()
+
+
+def test_a_gradient_that_overlaps_its_own_place(everyone, hvd):
+    param = nn.Parameter(torch.zeros(3, 3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0))
+    weights = torch.arange(9.0).view(3, 3) * (everyone.me + 1)
+    (param * weights).sum().backward()
+    param.grad = param.grad.T
+    optimizer.zero_grad(set_to_none=False)
+    (param * weights).sum().backward()
+    mean = torch.arange(9.0).view(3, 3) * (everyone.size + 1) / 2
+    torch.testing.assert_close(param.grad, mean)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_large_gradients_travel_where_they_are_if_nobody_else_has_them(everyone, hvd, held):
+    param = nn.Parameter(torch.zeros(600, 600))
+    had, copied = [], held or is_on_device(param)
+    if held:
+        param.register_post_accumulate_grad_hook(lambda param: had.append(param.grad))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0))
+    for _ in range(2):
+        optimizer.zero_grad()
+        (param.sum() * (everyone.me + 1)).backward()
+        torch.testing.assert_close(param.grad, torch.full_like(param, (everyone.size + 1) / 2))
+        assert optimizer._driver.layout.slots[param].is_in_arena(param.grad) == copied
+    assert all(bool((grad == everyone.me + 1).all()) for grad in had)

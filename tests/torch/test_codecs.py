@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -488,6 +489,17 @@ def test_goes_on_with_another_algorithm_than_the_checkpoint(everyone, hvd, algor
 
 def test_what_an_algorithm_has_no_use_for_is_dropped(everyone, hvd):
     """And not added when the gradients of thousands of steps later are compressed again."""
+    for before in (DiLoCo(every=1), Decentralized(), ByteGrad(hierarchical=False)):
+        model, optimizer = _resumable(hvd, 0.02, before)
+        _step(everyone, model, optimizer, 0)
+        own = copy.deepcopy(optimizer.state_dict()["bagua"])
+        model, optimizer = _resumable(hvd, 0.02, Algorithm())
+        optimizer.load_state_dict(optimizer.state_dict() | {"bagua": own})
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            _step(everyone, model, optimizer, 1)
+        had_kept = isinstance(before, DiLoCo)
+        assert any("has no use for" in str(w.message) for w in told) == had_kept
     model, optimizer = _resumable(hvd, 0.02)
     _step(everyone, model, optimizer, 0)
     own = copy.deepcopy(optimizer.state_dict()["bagua"])
