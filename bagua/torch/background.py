@@ -26,7 +26,7 @@ class Background(BetweenSteps):
     def stepped(self) -> None:
         super().stepped()
         if self._given:
-            self._start()
+            self._launch_rest()
             if all(piece.done() for piece in self._pieces):
                 self._finish()
         elif not self.resting and self._due() and time.monotonic() >= self._next_s:
@@ -34,10 +34,14 @@ class Background(BetweenSteps):
 
     @torch.no_grad()
     def _start(self) -> None:
-        """Also goes on where an interrupt has ended it."""
-        if not self._given and self._pieces:
-            land_all(self._pieces)  # what an interrupt has left
-            self._launches = self._pieces[-1].launch_count() + 1
+        land_all(self._pieces)  # what an interrupt has left
+        rounds = self._pieces[-1].launch_count() if self._pieces else 0
+        self._launches = rounds + 1
+        self._launch_rest()
+
+    @torch.no_grad()
+    def _launch_rest(self) -> None:
+        """All of a round, or those that an interrupt has left out."""
         for number, piece in enumerate(self._pieces):
             if number == len(self._given):
                 piece.copy_weights()
@@ -88,7 +92,7 @@ class Background(BetweenSteps):
     def _end(self, finish: Callable[[], None]) -> None:
         """Ends what is under way, on all ranks; not all may have begun it yet."""
         if self._given:
-            self._start()
+            self._launch_rest()
         barrier(self._process_set)
         # What all have begun is agreed on by now, so it is over before this is.
         self._marker.launch(Urgency.WAITED)
