@@ -3,7 +3,8 @@
     bagua-run -np 2 python examples/compare.py
 
 Every rank counts as a machine of its own here, so that messages, and codecs, are what they would be
-between machines. Writes a plot of loss against steps and against bytes.
+between machines. Writes a plot of loss against steps and against bytes. Needs scikit-learn and
+tqdm, and matplotlib for the plot.
 """
 
 import argparse

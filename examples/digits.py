@@ -3,7 +3,7 @@
     python examples/digits.py                  one rank
     bagua-run -np 2 python examples/digits.py  two, each on half of every epoch
 
-The batch size is that of all ranks together, so both learn the same.
+The batch size is that of all ranks together, so both learn the same. Needs scikit-learn and tqdm.
 """
 
 import argparse

@@ -26,7 +26,8 @@ def _load() -> Any:
         if (source / "csrc").is_dir() and not list((source / "bagua").glob("_core*")):
             raise ImportError(
                 f"this is Bagua's source tree in {source}, which hides an installed Bagua and has "
-                "no engine of its own: start Python elsewhere, or build here with `make dev`"
+                "no engine of its own: start Python in another folder, or build the engine here by "
+                "`make dev` and use .venv/bin/python"
             ) from error
         raise ImportError(
             f"bagua's engine cannot be loaded ({error}). mpi4py uses {loaded}; if the engine was "

@@ -130,7 +130,10 @@ void Engine::look_for_stalls(double now) {
   const auto stalls = ledger_->stalls(now, config_.stall_warn_s);
   if (stalls.empty()) return;
   warned_s_ = now;
-  std::string text = "some ranks wait for others:";
+  std::string text = "some ranks wait for others";
+  if (config_.stall_fail_s == 0)
+    text += ", for as long as it takes (with stall_fail_s, bagua-run --stall-fail-s 300, it fails)";
+  text += ":";
   for (size_t i = 0; i < stalls.size(); ++i) {
     if (i == 10) {
       text += "\n  and " + std::to_string(stalls.size() - i) + " more";

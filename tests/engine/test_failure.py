@@ -249,7 +249,10 @@ bagua.allreduce(one(), name="late")
 """,
         env={"BAGUA_STALL_WARN_S": "1"},
     )
-    assert re.search(r"bagua\[0\] warning: .*\n  late: waiting \d+ s for rank 1", result.stderr[0])
+    assert re.search(
+        r"bagua\[0\] warning: .*--stall-fail-s.*\n  late: waiting \d+ s for rank 1",
+        result.stderr[0],
+    )
     assert result.exit_code == 0, result
 
 
