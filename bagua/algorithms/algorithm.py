@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
-from bagua.algorithms.exchange import CODECS, LOSSY, TIMES, Exchange
+from bagua.algorithms.exchange import CODECS, LOSSY, TIMES, Exchange, check_kinds
 from bagua.common.config import nearest
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
@@ -76,8 +76,11 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         take_plain_numbers(self)
+        check_kinds(self)
         if isinstance(self.exact, str):
             raise UsageError(f"exact is a list of patterns, not one: exact=[{self.exact!r}]")
+        if not (self.exact is None or callable(self.exact) or isinstance(self.exact, Sequence)):
+            raise UsageError(f"exact is a list of patterns or a function, not {self.exact!r}")
         if self.exact is not None and self.what == "weight":
             raise UsageError(
                 "exact= is for gradients, momentum and changes; weights travel as they are, or, "

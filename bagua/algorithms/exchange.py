@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from numbers import Real
+from typing import Any
 
 from bagua.common.config import check_one_of, nearest
 from bagua.common.errors import UsageError
@@ -24,6 +28,33 @@ TIMES = {
     "weight": ("forward", "step", "background"),
     "delta": ("step", "forward"),
 }
+
+
+# What a field takes, by how its type is written.
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "str": (lambda value: isinstance(value, str), "text"),
+    "bool": (lambda value: isinstance(value, bool), "True or False"),
+    "bool | None": (lambda value: value is None or isinstance(value, bool), "True, False or None"),
+    "int": (lambda value: _is_number(value) and value == int(value), "a whole number"),
+    "float": (lambda value: _is_number(value), "a finite number"),
+    "ReduceOp": (
+        lambda value: value in tuple(ReduceOp),
+        "bagua.Average, Sum or another of them",
+    ),
+}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(float(value))
+
+
+def check_kinds(choices: Any) -> None:
+    """Refuses a dataclass in which a field has a value of another kind."""
+    for field in fields(choices):
+        takes, said = _KINDS.get(str(field.type), (lambda value: True, ""))
+        value = getattr(choices, field.name)
+        if not takes(value):
+            raise UsageError(f"{field.name} is {said}, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -48,6 +79,7 @@ class Exchange:
     sync_interval_ms: float = 0.0  # background: the pause between two exchanges
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         for field, known in (
             ("what", tuple(TIMES)),
             ("codec", CODECS),

@@ -20,8 +20,11 @@ def keep_freed() -> None:
 
 
 def give_back_freed() -> None:
-    """As glibc does by itself, once blocks of any size have been freed."""
+    """What there is, and from now on as glibc does by itself."""
     _set(2 * _LARGEST_NBYTES)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _set(most_nbytes: int) -> None:

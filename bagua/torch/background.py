@@ -10,9 +10,11 @@ import torch
 
 from bagua.common.kinds import Urgency
 from bagua.common.objects import allgather_object
-from bagua.common.world import barrier
+from bagua.common.warn import warn
+from bagua.common.world import barrier, world
 from bagua.torch.between_steps import BetweenSteps
-from bagua.torch.pieces import Pairs, Piece, land_all
+from bagua.torch.pieces import Pairs, Piece, land_all, launch_until
+from bagua.torch.safety import first_odd
 
 
 class Background(BetweenSteps):
@@ -35,6 +37,7 @@ class Background(BetweenSteps):
     @torch.no_grad()
     def _start(self) -> None:
         land_all(self._pieces)  # what an interrupt has left
+        self._look_at_weights()
         rounds = self._pieces[-1].launch_count() if self._pieces else 0
         self._launches = rounds + 1
         self._launch_rest()
@@ -42,12 +45,13 @@ class Background(BetweenSteps):
     @torch.no_grad()
     def _launch_rest(self) -> None:
         """All of a round, or those that an interrupt has left out."""
-        for number, piece in enumerate(self._pieces):
-            if number == len(self._given):
-                piece.copy_weights()
-                self._given.append(piece.flat.clone())
-            if piece.launch_count() < self._launches:
-                piece.launch(Urgency.NOW)
+        launch_until(self._launches, self._pieces, self._launch)
+
+    def _launch(self, number: int, piece: Piece) -> None:
+        if number == len(self._given):
+            piece.copy_weights()
+            self._given.append(piece.flat.clone())
+        piece.launch(Urgency.NOW)
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -58,9 +62,20 @@ class Background(BetweenSteps):
             raise
         given, self._given = self._given, []
         self._next_s = time.monotonic() + self._exchange.sync_interval_ms / 1e3
+        if self._arrived_spoilt():
+            return
         for piece, before in zip(self._pieces, given):
             piece.flat -= before
         _move([pair for piece in self._pieces for pair in zip(piece.params, piece.views)])
+
+    def _look_at_weights(self) -> None:
+        """Tells which rank's are no numbers: it cannot ask the others, who are at other steps."""
+        if self._watch is None:
+            return
+        for piece in self._pieces:
+            if name := first_odd(zip(piece.names, piece.params)):
+                where = f"{name} ({piece.name}) on rank {world().rank}"
+                warn(f"step {self._step}: NaN or Inf in {where}, which is about to be averaged")
 
     def _drop(self) -> None:
         self._given = []

@@ -24,7 +24,7 @@ from bagua.torch.arrays import dtype_name
 from bagua.torch.checks import check_parameters, checked_names
 from bagua.torch.own import is_own
 from bagua.torch.pieces import Piece, land_all, pieces_of
-from bagua.torch.safety import first_not_finite
+from bagua.torch.safety import NonFinite, first_not_finite, first_odd
 
 Kept = dict[str, Sequence["torch.Tensor | None"]]
 _numbers = itertools.count()
@@ -34,6 +34,8 @@ class BetweenSteps:
     """See the module."""
 
     skips = False  # whether the wrapped optimizer must not step
+    drifts = False  # whether replicas differ after every step, which all ranks take together
+    _skipped = "the exchange is skipped on all ranks"
 
     def __init__(
         self,
@@ -60,6 +62,9 @@ class BetweenSteps:
         self._exchange = Exchange()
         self._loaded: dict[str, Any] | None = None
         self._begun = False
+        self._watch = None
+        if world().config.check_finite != "off":
+            self._watch = NonFinite(process_set, f"{self._prefix}.finite")
         self.refresh()
 
     # ---- called by the optimizer ---------------------------------------------------------------
@@ -166,6 +171,29 @@ class BetweenSteps:
             skipped = "; this rank keeps its weights" if self.skips else ""
             where = f"{found} on rank {world().rank}"
             warn(f"step {self._step}: NaN or Inf in {where}{skipped}")
+
+    def _is_spoilt(self) -> bool:
+        """Whether weights of any rank are no numbers, and all ranks skip the exchange therefore."""
+        if self._watch is None:
+            return False
+        for piece in self._pieces:
+            self._watch.look_at_values(piece.name, zip(piece.names, piece.params))
+        return self._tell(self._watch.agreed())
+
+    def _arrived_spoilt(self) -> bool:
+        """The same of what has arrived, where that is the same on all ranks."""
+        if self._watch is None:
+            return False
+        bad = [(piece.name, first_odd(zip(piece.names, piece.views))) for piece in self._pieces]
+        found = [f"{name} ({where}) after its exchange" for where, name in bad if name]
+        return self._tell(", ".join(found[:4]))
+
+    def _tell(self, found: str) -> bool:
+        skips = bool(found) and world().config.check_finite == "skip"
+        if found and self._process_set.rank() == 0:
+            skipped = f"; {self._skipped}" if skips else ""
+            warn(f"step {self._step}: NaN or Inf in {found}{skipped}")
+        return skips
 
     def _name(self, param: torch.Tensor) -> str:
         return self._names.setdefault(param, f"parameter.{len(self._names)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from sys import getrefcount
 from typing import Any
 
 import torch
@@ -109,11 +108,13 @@ class Bucket:
         self._notices = [slot.notice for slot in self.slots]
         # Exchanges of several contributions add up to one of their sum only if they are linear.
         linear = op in (ReduceOp.Average, ReduceOp.Sum)
-        self._reads = self.arena.movable and not transforms
         lends = linear and not transforms
         self._large = self.arena.large if lends else [False] * len(self.slots)
         # Gradients that were taken from their parameters while they are exchanged.
         self._away: list[tuple[Slot, torch.Tensor]] = []
+        # Of this time: views without a gradient; views, and gradients that are to be copied there.
+        self._without: list[torch.Tensor] = []
+        self._elsewhere: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._prepare(exchange, process_set)
 
     def _prepare(self, exchange: Exchange, process_set: ProcessSet) -> None:
@@ -134,21 +135,45 @@ class Bucket:
 
     def launch(self, urgency: Urgency = Urgency.NOW) -> None:
         """Starts the exchange; the arena must not be touched until `deliver`."""
-        self.gather(urgency)
+        self.look()
+        self.fill()
         self.start(urgency)
 
-    def gather(self, urgency: Urgency) -> None:
-        if (left := self.arena.under_way()) is not None:
-            left.wait()  # of a step that was interrupted
+    def look(self) -> None:
+        """Finds the gradients; nothing is written yet."""
+        self._end_interrupted()
         self.stale = False
         if self.watch is not None:
             self.watch(self.name, [(slot.name, slot.param) for slot in self.slots])
         try:
             with torch.no_grad():
-                self._gather(urgency)
+                self._look()
         except BaseException:
             self._take_back()
             raise
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Brings gradients that are elsewhere into the arena; none means zeros."""
+        try:
+            core.fill(self._notices)
+            if self._without:
+                torch._foreach_zero_(self._without)
+            if self._elsewhere:
+                views, grads = zip(*self._elsewhere)
+                torch._foreach_copy_(views, grads)
+            self._transform()
+        except BaseException:
+            self._take_back()
+            raise
+        finally:
+            self._without, self._elsewhere = [], []
+
+    def _end_interrupted(self) -> None:
+        """Waits for an exchange that nobody has waited for."""
+        left = self.arena.last_launch()
+        if left is not None and not left.poll():
+            left.wait()
 
     def start(self, urgency: Urgency) -> None:
         try:
@@ -160,25 +185,19 @@ class Bucket:
         for slot, _ in self._away:
             slot.param.grad = None  # what backward adds from now on must not land there
 
-    def _gather(self, urgency: Urgency) -> None:
-        """Brings gradients that are elsewhere into the arena; none means zeros.
-
-        When backward is over nothing writes to gradients, and most may be read where they are. The
-        results of large ones also go there: that costs less.
-        """
-        views, grads = [], []
+    def _look(self) -> None:
+        """Large ones stay where they are, and their results go there, if nobody else has them."""
         self._take_back()  # of a launch that did not come about
-        self._away = []
-        reads = urgency == Urgency.WAITED and self._reads
-        gather = core.locate if reads else core.gather
-        for i in gather(self._params, self._notices):
+        self._away, self._without, self._elsewhere = [], [], []
+        for i in core.locate(self._params, self._notices):
             slot = self.slots[i]
             self._check_kind(slot)
+            alone = self._large[i] and core.holders(slot.param) == _NOBODY_ELSE
             grad = slot.dense_gradient()
             if slot.is_in_arena(grad):
                 continue
             if grad is None or (grad.is_sparse and slot.may_be_sparse):
-                slot.view.zero_()
+                self._without.append(slot.view)
             elif id(grad) in _flying:
                 raise UsageError(
                     f"the gradient of {slot.name} is also another parameter's, which is being "
@@ -188,17 +207,25 @@ class Bucket:
                 raise UsageError(
                     f"{slot.name} got a sparse gradient after dense ones; use sparse_as_dense"
                 )
-            elif self._large[i] and getrefcount(grad) == _NOBODY_ELSE and _may_be_moved(slot, grad):
+            elif core.Bucket.in_an_arena(grad.data_ptr()):
+                # It may overlap with the view, and torch does not know.
+                self._elsewhere.append((slot.view, grad.clone()))
+            elif alone and _may_be_moved(slot, grad):
                 slot.notice.lend(grad, grad.data_ptr())
                 self._away.append((slot, grad))
                 _lent.add(id(grad))
             else:
-                views.append(slot.view)
-                # It may overlap with the view, and torch does not know.
-                grads.append(grad.clone() if core.Bucket.in_an_arena(grad.data_ptr()) else grad)
-        if views:
-            torch._foreach_copy_(views, grads)
-        self._transform()
+                self._elsewhere.append((slot.view, grad))
+
+    @torch.no_grad()
+    def bring_home(self) -> None:
+        """Takes gradients out of the places of others, which will be written to."""
+        for i in core.strays(self._params, self._notices):
+            slot = self.slots[i]
+            grad = slot.param.grad
+            dense = grad is not None and grad.layout == torch.strided
+            if dense and not slot.is_in_arena(grad) and core.Bucket.in_an_arena(grad.data_ptr()):
+                slot.param.grad = grad.clone()
 
     def _check_kind(self, slot: Slot) -> None:
         now, known = slot.param, slot.view
@@ -291,27 +318,28 @@ def _owner_count(tensor: torch.Tensor) -> int:
 _ONE_OWNER = _owner_count(torch.empty(1)) or -1
 
 
-def _reference_count() -> int:
-    """In Python, of a gradient that only its parameter and one variable have."""
+def _holder_count() -> int:
+    """Of a gradient that nobody but its parameter has."""
     param = torch.nn.Parameter(torch.empty(1))
     param.grad = torch.empty(1)
-    grad = param.grad
-    return getrefcount(grad)
+    return int(core.holders(param))
 
 
-_NOBODY_ELSE = _reference_count()
+_NOBODY_ELSE = _holder_count()
 
 
 def _may_be_moved(slot: Slot, grad: torch.Tensor) -> bool:
     """Whether its memory is laid out like the slot's, and is nobody else's.
 
     Autograd may have made the gradient a view of a tensor that the rest of backward still reads;
-    and another optimizer may exchange the gradient, too.
+    another optimizer may exchange the gradient, too; and memory that torch cannot resize is another
+    process' or another library's.
     """
     return (
         in_memory_like(slot.view, grad)
-        and not core.Bucket.in_an_arena(grad.data_ptr())
         and id(grad) not in _lent
         and _owner_count(grad) == _ONE_OWNER
+        and grad.untyped_storage().resizable()
+        and not grad.untyped_storage().is_shared()
         and not claims.contested
     )

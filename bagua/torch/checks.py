@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,13 +14,19 @@ from bagua.common.kinds import ReduceOp
 from bagua.common.machine import machine
 from bagua.common.objects import allgather_object, broadcast_object
 from bagua.common.process_set import ProcessSet
+from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch.arrays import dtype_name
-from bagua.torch.own import is_own_of_mean
+from bagua.torch.own import is_own, is_own_of_mean
 
 
 def check_algorithm(
-    algorithm: Algorithm, steps: int, of_gradients: dict[str, Any], process_set: ProcessSet
+    algorithm: Algorithm,
+    steps: int,
+    of_gradients: dict[str, Any],
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[torch.Tensor, str],
+    process_set: ProcessSet,
 ) -> None:
     """Ranks that communicate in other ways, or from another step on, must hear so by name."""
     compression, op = of_gradients["compression"], of_gradients["op"]
@@ -32,19 +39,79 @@ def check_algorithm(
     averages = algorithm.what != "grad" or algorithm.low_rank or algorithm.momentum_correction
     if averages and op not in (None, ReduceOp.Average):
         raise UsageError(f"{algorithm!r} averages; leave op={op.name} out")
-    everyone = allgather_object((repr(algorithm), steps), process_set=process_set)
-    first, first_steps = everyone[0]
-    for rank, (theirs, their_steps) in zip(process_set.ranks, everyone):
+    mine = (repr(algorithm), steps, _settings(of_gradients), _choices(algorithm, names))
+    everyone = allgather_object((*mine, _hyperparameters(optimizer)), process_set=process_set)
+    first, first_steps, first_settings, first_choices, first_rules = everyone[0]
+    root = process_set.ranks[0]
+    for rank, (theirs, their_steps, settings, choices, rules) in zip(process_set.ranks, everyone):
         if theirs != first:
             raise UsageError(
-                f"algorithms differ between ranks: {first} on rank {process_set.ranks[0]}, "
-                f"{theirs} on rank {rank}"
+                f"algorithms differ between ranks: {first} on rank {root}, {theirs} on rank {rank}"
             )
         if their_steps != first_steps:
             raise UsageError(
                 f"ranks change to {first} at different steps: after {first_steps} with the one "
-                f"before on rank {process_set.ranks[0]}, after {their_steps} on rank {rank}"
+                f"before on rank {root}, after {their_steps} on rank {rank}"
             )
+        for name, (a, b) in _unlike(first_choices, choices):
+            raise UsageError(
+                f"algorithms differ between ranks: {name} travels by {a} on rank {root}, by {b} on "
+                f"rank {rank}"
+            )
+        for name, (a, b) in _unlike(first_settings, settings):
+            raise UsageError(
+                f"{name} differs between ranks: {a} on rank {root}, {b} on rank {rank}"
+            )
+        for name, (a, b) in _unlike(first_rules, rules):
+            text = f"{name} differs between ranks: {a} on rank {root}, {b} on rank {rank}"
+            if algorithm.what == "momentum":
+                raise UsageError(f"the optimizer's {text}")
+            if algorithm.what == "grad" and world().rank == root:
+                warn(f"the optimizer's {text}; replicas will not stay equal unless that is mended")
+
+
+def _unlike(first: dict[str, Any], theirs: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    for name, value in first.items():
+        if theirs.get(name, value) != value:
+            yield name, (value, theirs[name])
+
+
+def _choices(algorithm: Algorithm, names: Mapping[torch.Tensor, str]) -> dict[str, str]:
+    """How each parameter travels, if functions choose: these cannot be compared."""
+    if not any(callable(getattr(algorithm, field.name)) for field in fields(algorithm)):
+        return {}
+
+    def of(name: str, shape: tuple[int, ...]) -> str:
+        one = algorithm.of(name, shape)
+        return f"{one!r}{', exactly' if one.keeps_exact(name, shape) else ''}"
+
+    shared = [(name, tuple(param.shape)) for param, name in names.items() if not is_own(param)]
+    return {name: of(name, shape) for name, shape in shared}
+
+
+def _settings(of_gradients: dict[str, Any]) -> dict[str, Any]:
+    """What else was said of gradients, in what can be compared."""
+    compression, groups = of_gradients["compression"], of_gradients["groups"]
+    op = of_gradients["op"] or ReduceOp.Average
+    return {
+        "op": op.name,
+        "compression": str(compression.wire_dtype),
+        "gradient_predivide_factor": of_gradients["scales"][1],
+        "num_groups": of_gradients["num_groups"],
+        "groups": None if groups is None else f"{len(groups)} lists",
+        "sparse_as_dense": of_gradients["sparse_as_dense"],
+    }
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Those that are numbers; what each group has of its own may still be broadcast."""
+
+    def is_plain(value: Any) -> bool:
+        if isinstance(value, (tuple, list)):
+            return all(map(is_plain, value))
+        return value is None or isinstance(value, (bool, int, float, str))
+
+    return {name: value for name, value in optimizer.defaults.items() if is_plain(value)}
 
 
 def check_own(

@@ -203,9 +203,12 @@ class Gradients:
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._task = torch._C._current_graph_task_id()
         _by_task.setdefault(self._task, []).append(weakref.ref(self))
-        if self.layout.order is None and not self._silent:
-            for bucket in self.layout.buckets:
-                bucket.count_quietly(True)
+        if self._silent:
+            return
+        for bucket in self.layout.buckets:
+            if self._overlaps:
+                bucket.bring_home()
+            bucket.count_quietly(self.layout.order is None)
 
     def end_backward(self) -> None:
         self._in_backward = False
@@ -230,16 +233,18 @@ class Gradients:
         """Launches what is not under way, waits for everything, delivers."""
         self._launch_rest()
         errors = [] if self._launch_error is None else [self._launch_error]
-        # Whatever failed: nothing may still be in flight when the caller touches gradients again.
-        waits = [bucket.advance for bucket in self.layout.buckets]
-        waits += [bucket.deliver for bucket in self.layout.buckets]
-        for wait in [*waits, self._loose.deliver]:
-            try:
-                wait()
-            except BaseException as error:
-                errors.append(error)
-        found = "" if errors else self._not_finite()
-        self._reset()
+        try:
+            # Whatever failed: nothing may be in flight when the caller touches gradients again.
+            waits = [bucket.advance for bucket in self.layout.buckets]
+            waits += [bucket.deliver for bucket in self.layout.buckets]
+            for wait in [*waits, self._loose.deliver]:
+                try:
+                    wait()
+                except BaseException as error:
+                    errors.append(error)
+            found = "" if errors else self._not_finite()
+        finally:
+            self._reset()
         if errors:
             raise errors[0]
         self._exchanged = True
@@ -292,10 +297,12 @@ class Gradients:
             self._checkpointed.take_up()
             self.layout.agree_at_first()
             self._loose.launch(None if self._watch is None else self._watch.look)
-            # All are read before any is written: two parameters may have one gradient.
-            for bucket in self.layout.buckets:
-                if bucket.handle is None:
-                    bucket.gather(Urgency.WAITED)
+            rest = [bucket for bucket in self.layout.buckets if bucket.handle is None]
+            # Users may have given one parameter's gradient to another, in another bucket.
+            for bucket in rest:
+                bucket.look()
+            for bucket in rest:
+                bucket.fill()
         except BaseException as error:
             self._note_error(error)
 
@@ -328,6 +335,8 @@ class Gradients:
         self.look_again()
         if self._unshared or not self._exchanged:
             self._exchange()
+
+    drifts = False  # whether replicas differ after every step, by design
 
     def equal_now(self) -> bool:
         """All replicas are, at any time."""

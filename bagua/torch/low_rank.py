@@ -30,7 +30,9 @@ class LowRankBucket(Bucket):
         self.own_residuals = 2
         rank = exchange.low_rank
         self._wholes: list[torch.Tensor] = []  # G + e, while it travels
+        self._bases: list[torch.Tensor] = []  # P made orthonormal
         self._firsts: dict[int, torch.Tensor] = {}  # by the slot's number: where Q begins
+        self._ended = self._before = 0  # launches of P that are over, and those of Q till this one
         tall, wide = [], []
         for slot in self.slots:
             rows, columns = slot.view.shape[0], slot.view[0].numel()
@@ -39,6 +41,7 @@ class LowRankBucket(Bucket):
             slot.residuals = [empty(rows, columns), empty(rank_here, columns)]
             self._wholes.append(empty(rows, columns))
             self._firsts[slot.number] = self._first(slot)
+            self._bases.append(empty(rank_here, rows))
             tall.append((slot.name, empty(rank_here, rows)))
             wide.append((slot.name, empty(rank_here, columns)))
             self.forget(slot)
@@ -64,36 +67,52 @@ class LowRankBucket(Bucket):
             lost, factor = slot.residuals
             torch.add(slot.view.reshape(whole.shape), lost, out=whole)
             torch.matmul(factor, whole.T, out=tall)
+        self.arena.count_anew()
+        self._before = self._wide.launch_count()
         self._tall.launch(urgency)
         self.handle = self._tall
 
     @torch.no_grad()
     def advance(self) -> None:
-        if self.handle is not self._tall:
+        if not self._is_under_way() or self._wide.launch_count() > self._before:
             return
-        self.handle = None
-        self._tall.land()
-        for whole, tall, wide in zip(self._wholes, self._tall.views, self._wide.views):
+        self._land(self._tall)
+        parts = zip(self._wholes, self._tall.views, self._bases, self._wide.views)
+        for whole, tall, basis, wide in parts:
             # A NaN or an Inf must be seen by who scales losses, and LAPACK does not like it.
             finite = tall.isfinite().all()
             if is_on_device(tall):  # where the host does not ask
-                basis = torch.linalg.qr(torch.where(finite, tall, 0.0).T)[0].T
-                tall.copy_(torch.where(finite, basis, torch.nan))
+                columns = torch.linalg.qr(torch.where(finite, tall, 0.0).T)[0].T
+                basis.copy_(torch.where(finite, columns, torch.nan))
             else:
-                tall.copy_(torch.linalg.qr(tall.T)[0].T if finite else tall * torch.nan)
-            torch.matmul(tall, whole, out=wide)
+                basis.copy_(torch.linalg.qr(tall.T)[0].T if finite else tall * torch.nan)
+            torch.matmul(basis, whole, out=wide)
         self._wide.launch(Urgency.WAITED)
-        self.handle = self._wide
+
+    def _is_under_way(self) -> bool:
+        return self._ended < self._tall.launch_count()
+
+    def _land(self, piece: Piece) -> None:
+        try:
+            piece.land()
+        except Exception:  # as on all ranks; after an interrupt it goes on
+            self.handle = None
+            self._ended = self._tall.launch_count()
+            raise
+
+    def _end_interrupted(self) -> None:
+        if self._is_under_way():
+            self._wait()
 
     @torch.no_grad()
     def _wait(self) -> None:
         self.advance()
         self.handle = None
-        self._wide.land()
-        parts = zip(self.slots, self._wholes, self._tall.views, self._wide.views)
-        for slot, whole, tall, wide in parts:
+        self._land(self._wide)
+        parts = zip(self.slots, self._wholes, self._bases, self._wide.views)
+        for slot, whole, basis, wide in parts:
             lost, factor = slot.residuals
-            mean = torch.matmul(tall.T, wide)
+            mean = torch.matmul(basis.T, wide)
             slot.view.copy_(mean.view(slot.view.shape))
             torch.sub(whole, mean, out=lost)
             factor.copy_(wide)
@@ -103,6 +122,7 @@ class LowRankBucket(Bucket):
                 factor.copy_(torch.where(finite, wide, self._firsts[slot.number]))
             elif not finite:
                 self.forget(slot)  # it is told once, not for ever
+        self._ended = self._tall.launch_count()
 
     def discard(self) -> None:
         kept: list[list[torch.Tensor]] = [[r.clone() for r in s.residuals] for s in self.slots]
@@ -112,4 +132,6 @@ class LowRankBucket(Bucket):
                 lost.copy_(value)
 
     def refuse(self, problem: str) -> None:
-        self._tall.refuse(problem)  # without which nobody comes to the other
+        self.arena.count_anew()
+        if not self._is_under_way():  # an interrupt may have come before its handle was known
+            self._tall.refuse(problem)  # without which nobody comes to the other

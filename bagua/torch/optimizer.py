@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Optional, Union
@@ -276,8 +277,8 @@ class DistributedOptimizer(Wrapped):
         # In the background every rank goes at its own pace.
         in_step = self._step > 0 and self._algorithm.when != "background"
         steps = self._step - self._since if in_step else 0
-        check_algorithm(found, steps, self._of_gradients, self._process_set)
         names = checked_names(self.inner, self._named)
+        check_algorithm(found, steps, self._of_gradients, self.inner, names, self._process_set)
         op: Any = self._of_gradients["op"]
         check_own([(name, param) for param, name in names.items()], found, op, self._process_set)
         return found
@@ -319,13 +320,22 @@ class DistributedOptimizer(Wrapped):
 
     def _check_replicas(self) -> None:
         every = int(world().config.check_replicas_every)
-        if not every or not self._driver.equal_now():
+        equal = self._driver.equal_now()
+        if not every or not (equal or self._driver.drifts):
             return
         capture.refuse("check_replicas_every has the host look at weights")
         if self._step // every == self._compared // every:
             return
         self._compared = self._step
-        safety.check_replicas(self._driver.named(), "replicas", self._process_set)
+        if equal:
+            return safety.check_replicas(self._driver.named(), "replicas", self._process_set)
+        distance = self.consensus_distance()
+        if self._process_set.rank() == 0:
+            print(
+                f"bagua: after step {self._step} replicas are {distance:.2g} apart "
+                "(consensus distance, relative to their mean)",
+                file=sys.stderr,
+            )
 
     @property
     def unscales(self) -> bool:

@@ -25,6 +25,7 @@ class Outer(BetweenSteps):
     lost or counted twice.
     """
 
+    _skipped = "the round is undone on all ranks"
     _launched = False
     _torn = False  # an interrupt has left weights and state in the middle of a round
 
@@ -50,7 +51,9 @@ class Outer(BetweenSteps):
             self._refuse_round()
         try:
             self._rounds += 1
-            if self._exchange.when == "forward":
+            if self._is_spoilt():
+                self._undo_round()
+            elif self._exchange.when == "forward":
                 self._overlap()
             else:
                 self._step_now()
@@ -72,6 +75,15 @@ class Outer(BetweenSteps):
             with contextlib.suppress(UsageError):
                 piece.refuse(problem)
         raise UsageError(problem)
+
+    @torch.no_grad()
+    def _undo_round(self) -> None:
+        """All ranks go back to what they have in common."""
+        if self._launched:
+            self._step_together()
+        for piece, common, begin in zip(self._pieces, self._common, self._begins):
+            begin.copy_(common)
+            piece.set_weights(piece.views_of(common))
 
     @torch.no_grad()
     def _overlap(self) -> None:
@@ -112,6 +124,8 @@ class Outer(BetweenSteps):
         lr, beta = self._exchange.outer_lr, self._exchange.outer_momentum
         self._launched = False
         land_all(self._pieces)
+        if self._arrived_spoilt():
+            return
         for number, (piece, common) in enumerate(zip(self._pieces, self._common)):
             common.sub_(piece.flat, alpha=lr)
             if self._momentum:

@@ -36,6 +36,7 @@ class Piece:
         process_set: ProcessSet,
         rounds: int = 0,
     ) -> None:
+        self.name = name
         self.names = [name for name, _ in named]
         self.params = [param for _, param in named]
         dtype = wide(self.params[0])
@@ -63,7 +64,7 @@ class Piece:
         self._large = [exchange.mirrors and large for large in self._arena.large]
         self._copied: Pairs = []  # this time: parameters, and where the arena has them
         self._lent: list[torch.Tensor] = []  # the others
-        self._handle: Any | None = None
+        self._landed = 0  # launches that were waited for
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parts of memory like the arena's, with the parameters' shapes."""
@@ -106,43 +107,46 @@ class Piece:
         """Starts the exchange; of these slots not of what is in the arena."""
         if self._counts_ranks:
             self.flat[self._begins[-1]] = 1
-        self._handle = core.launch_lent(self._arena, urgency, list(lent))
+        core.launch_lent(self._arena, urgency, list(lent))
 
     def launch_count(self) -> int:
         return int(self._arena.launch_count)
 
     def done(self) -> bool:
-        return self._arena.under_way() is None
+        last = self._arena.last_launch()
+        return last is None or bool(last.poll())
 
     def land_values(self) -> None:
         """Waits until the result is there, though the exchange may go on."""
-        if self._handle is None:
+        launches = self.launch_count()
+        if launches == self._landed:
             return
         try:
-            self._handle.wait_values()
-        except BaseException:
-            self._forget_if_done()
+            self._arena.last_launch().wait_values()
+        except Exception:
+            self._landed = launches
             raise
 
     def land(self) -> None:
-        """Waits for the exchange, whose result is then where its values were."""
-        handle = self._handle or self._arena.under_way()
-        if handle is None:
+        """Waits for the exchange, whose result is then where its values were.
+
+        After an interrupt, wherever it came, this may be called again.
+        """
+        launches = self.launch_count()
+        if launches == self._landed:
             return
         try:
-            handle.wait()
-        finally:
-            self._forget_if_done()
-        if self._counts_ranks:
+            self._arena.last_launch().wait()
+        except Exception:
+            self._landed = launches
+            raise
+        if self._counts_ranks:  # once that is done the share is 1
             at = self._begins[-1]
             if is_on_device(self.flat):
                 self.flat /= self.flat[at : at + 1].clone()
             elif (share := float(self.flat[at])) != 1:
                 self.flat /= share
-
-    def _forget_if_done(self) -> None:
-        if self.done():  # and not after a Ctrl-C, while the engine is at it
-            self._handle = None
+        self._landed = launches
 
     def refuse(self, problem: str) -> None:
         self._arena.refuse(problem)
@@ -151,6 +155,19 @@ class Piece:
 def _copy(pairs: Pairs) -> None:
     if pairs:
         torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
+
+
+def launch_until(
+    rounds: int, pieces: Sequence[Piece], launch: Callable[[int, Piece], None]
+) -> None:
+    """Launches what has not been launched so often, and of what an interrupt has left out first.
+
+    Else this rank's next exchange would be taken for the one that others wait for.
+    """
+    for number, piece in enumerate(pieces):
+        while piece.launch_count() < rounds:
+            piece.land()
+            launch(number, piece)
 
 
 def land_all(pieces: Sequence[Piece]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -45,12 +46,6 @@ class QAdam(torch.optim.Optimizer):
     ) -> None:
         if warmup_steps < 1 or warmup_steps != int(warmup_steps):
             raise UsageError(f"warmup_steps is a number of steps, at least 1, not {warmup_steps}")
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise UsageError(f"{name} is at least 0, not {value}")
-        for beta in betas:
-            if not 0 <= beta < 1:
-                raise UsageError(f"betas are from 0 to below 1, not {betas}")
         self.warmup_steps = int(warmup_steps)
         self._folded: set[torch.Tensor] = set()  # their `grad` is momentum already
         self._roots: dict[torch.Tensor, torch.Tensor] = {}  # of variances that are frozen
@@ -58,12 +53,22 @@ class QAdam(torch.optim.Optimizer):
             params,
             {
                 "lr": lr,
-                "betas": tuple(betas),
+                "betas": betas,
                 "eps": eps,
                 "weight_decay": weight_decay,
                 "decoupled": decoupled,
             },
         )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        rule = {**self.defaults, **param_group}
+        for name in ("lr", "eps", "weight_decay"):
+            if not 0 <= rule[name] < math.inf:
+                raise UsageError(f"{name} is a number from 0 on, not {rule[name]}")
+        betas = rule["betas"]
+        if not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
+            raise UsageError(f"betas are two numbers from 0 to below 1, not {betas}")
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def fold_gradients(self, params: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:

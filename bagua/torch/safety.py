@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -122,10 +122,14 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def first_not_finite(named: Named) -> str:
     """The parameter whose gradient holds a NaN or an Inf; an empty string if none does."""
-    for name, param in named:
-        if param.grad is None:
-            continue
-        values = param.grad._values() if param.grad.is_sparse else param.grad
+    return first_odd((name, param.grad) for name, param in named if param.grad is not None)
+
+
+def first_odd(named: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """The first of these tensors that does; by its name."""
+    for name, tensor in named:
+        values = tensor.detach()
+        values = values._values() if values.is_sparse else values
         # A sum is a tenth of the work, and overflows only where little is left to lose.
         if not values.sum().isfinite() and not values.isfinite().all():
             return name
@@ -133,15 +137,20 @@ def first_not_finite(named: Named) -> str:
 
 
 class NonFinite:
-    """Finds out on which rank a gradient held a NaN or an Inf, before it is everybody's."""
+    """Finds out on which rank values held a NaN or an Inf, before they are everybody's."""
 
     def __init__(self, process_set: ProcessSet, name: str) -> None:
         self._process_set, self._name = process_set, name
         self._mine: dict[str, str] = {}  # by bucket: the first such parameter
 
     def look(self, where: str, named: Named) -> None:
-        """At what is about to travel there."""
+        """At gradients that are about to travel there."""
         if name := first_not_finite(named):
+            self._mine[where] = name
+
+    def look_at_values(self, where: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """At the tensors themselves."""
+        if name := first_odd(named):
             self._mine[where] = name
 
     def forget(self) -> None:
@@ -158,7 +167,7 @@ class NonFinite:
         try:
             everyone = allgather_object(mine, f"{self._name}.names", self._process_set)
         except UsageError:
-            return "a gradient, nobody says which since a rank has joined"
+            return "something, nobody says what since a rank has joined"
         found = [
             f"{param} ({bucket}) on rank {rank}"
             for rank, theirs in zip(self._process_set.ranks, everyone)

@@ -1,11 +1,33 @@
 // Allreduce with some peers only: every rank ends with the mean of its own values and those that
 // it is given this round, see peers.h. Steps: 1. Bytes sent per rank: N for each peer.
+//
+// Where ranks stand for more than themselves, the mean over all stays what it is, since as much
+// flows from one to another as comes back, there or round the circle.
 #include <algorithm>
+#include <functional>
 #include <vector>
 
 #include "collective/slices.h"
 
 namespace bagua {
+namespace {
+
+// Whether one mean over all of them would move more one way than the other.
+bool flows_unevenly(const Job& job, const Meeting& meet) {
+  const auto& all = job.weights;
+  const bool pair = meet.take_from.size() == 1 && meet.give_to == meet.take_from;
+  return !pair && std::adjacent_find(all.begin(), all.end(), std::not_equal_to<>()) != all.end();
+}
+
+// How much of another rank's mean goes into mine then.
+double share_of(const Job& job, const Meeting& meet, int other) {
+  const double mine = job.weight_of(job.group.me());
+  if (meet.give_to == meet.take_from)
+    return std::min<double>(mine, job.weight_of(other)) / (3 * mine);
+  return *std::min_element(job.weights.begin(), job.weights.end()) / (2 * mine);
+}
+
+}  // namespace
 
 void neighbors(Job& job) {
   Group& group = job.group;
@@ -16,6 +38,7 @@ void neighbors(Job& job) {
   struct Source {
     int rank;
     char* data;
+    double factor = 1;
   };
   std::vector<Source> sources;  // in the order of ranks
   for (const int rank : meet.take_from)
@@ -25,6 +48,19 @@ void neighbors(Job& job) {
   Finish finish = job.finish;
   finish.divisor = 0;
   for (const Source& source : sources) finish.divisor += job.weight_of(source.rank);
+  const bool uneven = flows_unevenly(job, meet);
+  if (uneven) {
+    finish.divisor = 1;
+    double left = 1;
+    for (Source& source : sources) {
+      if (source.rank == group.me()) continue;
+      const double share = share_of(job, meet, source.rank);
+      source.factor = share / job.weight_of(source.rank);  // they give sums
+      left -= share;
+    }
+    for (Source& source : sources)
+      if (source.rank == group.me()) source.factor = left / job.weight_of(source.rank);
+  }
 
   std::vector<std::vector<Ticket>> coming, going;  // by segment
   for (int64_t at = 0; at < job.count; at += segment) {
@@ -47,7 +83,10 @@ void neighbors(Job& job) {
     const int64_t at = static_cast<int64_t>(number) * segment;
     const int64_t n = std::min(segment, job.count - at);
     std::vector<const void*> srcs;
-    for (const Source& source : sources) srcs.push_back(source.data + at * item);
+    for (const Source& source : sources) {
+      if (uneven) scale(job.dtype, source.data + at * item, n, source.factor);
+      srcs.push_back(source.data + at * item);
+    }
     if (srcs.size() > 1 || !finish.identity())
       job.reduce(job.data + at * item, srcs.data(), static_cast<int>(srcs.size()), n, finish);
     if (job.arrived) job.arrived(at, n);

@@ -51,7 +51,6 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
       set_(set),
       device_(device),
       description_(std::move(exchange)),
-      counts_(slot_counts),
       is_ready_(slot_counts.size()),
       left_(slot_counts.size()) {
   description_.priority = priority;
@@ -61,16 +60,15 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
   const bool coded = !description_.codec.empty();
   const bool anywhere = !device && !adasum && (description_.peers.empty() || coded) &&
                         engine_->exchanges_anywhere(set);
-  movable_ = anywhere && !coded;
-  std::vector<int> alone;
-  for (size_t i = 0; i < counts_.size(); ++i) {
-    const bool large = anywhere && counts_[i] * item >= kLoneNbytes;
-    (adasum || large ? alone : together_).push_back(static_cast<int>(i));
+  std::vector<int> together, alone;
+  for (size_t i = 0; i < slot_counts.size(); ++i) {
+    const bool large = anywhere && slot_counts[i] * item >= kLoneNbytes;
+    (adasum || large ? alone : together).push_back(static_cast<int>(i));
   }
   begins_.resize(slot_counts.size());
   part_of_.assign(slot_counts.size(), -1);
-  const int64_t shared = add_slots(together_);
-  add_slots(alone);
+  const int64_t shared = add_slots(together, slot_counts);
+  add_slots(alone, slot_counts);
   const auto arena_nbytes = static_cast<size_t>(nbytes());
   arena_ = device ? allocate(arena_nbytes) : engine_->allocate(arena_nbytes);
   {
@@ -90,18 +88,18 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
   if (shared > 0 || alone.empty()) add_part(0, shared);
   for (const int slot : alone) {
     if (anywhere) part_of_[static_cast<size_t>(slot)] = static_cast<int>(parts_.size());
-    add_part(begins_[static_cast<size_t>(slot)], counts_[static_cast<size_t>(slot)]);
+    add_part(begins_[static_cast<size_t>(slot)], slot_counts[static_cast<size_t>(slot)]);
   }
 }
 
 // Gives these slots places behind those there are; returns the end of the last.
-int64_t Bucket::add_slots(const std::vector<int>& slots) {
+int64_t Bucket::add_slots(const std::vector<int>& slots, const std::vector<int64_t>& counts) {
   const auto line = description_.codec.empty()
                         ? static_cast<int64_t>(kLineNbytes / dtype_nbytes(dtype_))
                         : int64_t{1};
   for (const int slot : slots) {
     begins_[static_cast<size_t>(slot)] = count_;
-    count_ += (counts_[static_cast<size_t>(slot)] + line - 1) / line * line;
+    count_ += (counts[static_cast<size_t>(slot)] + line - 1) / line * line;
   }
   return count_;
 }
@@ -174,15 +172,11 @@ HandlePtr Bucket::launch(Engine::Urgency urgency, const std::vector<Place>& plac
   // What a graph will write to again stays.
   if (device_ && !request->starts.empty() && device_->captured(request->starts[0]))
     device_->keep_until(request->starts[0], request->keepalive);
-  bool scattered = false;
   for (const Place& place : places) {
     const int part = part_of_.at(static_cast<size_t>(place.slot));
-    if (part >= 0 && !place.in_place) throw InternalError("a large slot is exchanged in place");
-    if (part >= 0) request->parts[static_cast<size_t>(part)] = {place.data, place.data};
-    if (part < 0 && !movable_) throw InternalError("this slot must be in the arena");
-    scattered = scattered || part < 0;
+    if (part < 0) throw InternalError("this slot must be in the arena");
+    request->parts[static_cast<size_t>(part)] = {place.data, place.data};
   }
-  if (scattered) request->fragments = fragments_of(places);
   if (keepalive)
     request->keepalive = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(
         std::move(request->keepalive), std::move(keepalive));
@@ -191,37 +185,21 @@ HandlePtr Bucket::launch(Engine::Urgency urgency, const std::vector<Place>& plac
   return last_;
 }
 
-// Where the slots are that share a part.
-std::vector<Fragment> Bucket::fragments_of(const std::vector<Place>& places) const {
-  const auto item = static_cast<int64_t>(dtype_nbytes(dtype_));
-  std::vector<Fragment> fragments;
-  fragments.reserve(together_.size());
-  auto place = places.begin();
-  for (const int slot : together_) {
-    const auto at = static_cast<size_t>(slot);
-    while (place != places.end() && place->slot < slot) ++place;
-    const bool elsewhere = place != places.end() && place->slot == slot;
-    char* own = arena_.get() + begins_[at] * item;
-    char* in = elsewhere ? place->data : own;
-    if (counts_[at] > 0)
-      fragments.push_back({begins_[at], counts_[at], in, elsewhere && place->in_place ? in : own});
-  }
-  return fragments;
-}
-
 void Bucket::refuse(const std::string& problem) {
   auto request = start_over();
   request->refusal = problem;
   engine_->submit(std::move(request), Engine::Urgency::kNow);
 }
 
-RequestPtr Bucket::start_over() {
+void Bucket::count_anew() {
   quiet_ = false;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    std::fill(is_ready_.begin(), is_ready_.end(), false);
-    left_ = is_ready_.size();
-  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::fill(is_ready_.begin(), is_ready_.end(), false);
+  left_ = is_ready_.size();
+}
+
+RequestPtr Bucket::start_over() {
+  count_anew();
   auto request = std::make_shared<Request>();
   request->name = name_;
   request->set = set_;

@@ -41,11 +41,8 @@ class Bucket {
   // Where each slot begins, in elements; every slot starts on a cache line, unless a codec would
   // see the gaps.
   const std::vector<int64_t>& begins() const { return begins_; }
-  // Whether all slots may be exchanged elsewhere without being copied; a codec wants those that
-  // share its blocks side by side.
-  bool movable() const { return movable_; }
-  // Slots that may in any case, and travel by themselves: copying one into the arena would cost
-  // more than it saves.
+  // Slots that travel by themselves and may be exchanged where they are: copying one into the arena
+  // would cost more than it saves.
   std::vector<bool> large() const;
 
   // The slot's values are there; saying so again changes nothing. True for the call that makes the
@@ -63,29 +60,28 @@ class Bucket {
   // that are captured with it: others would be drawn into the capture.
   void meet(Device::Stream stream);
   void part(const Device::Mark& mark);
+  // As a launch does. For who exchanges what it makes of the values itself.
+  void count_anew();
   // Slots not ready since the last launch.
   std::vector<int> missing() const;
-  // Starts the exchange and counts anew. Some slots may be at other places this time, which
-  // `keepalive` owns; in ascending order. On a device the values are there from `starts` on.
+  // Starts the exchange and counts anew. Large slots may be at other places this time, which
+  // `keepalive` owns. On a device the values are there from `starts` on.
   struct Place {
     int slot;
     char* data;
-    bool in_place = true;  // else the result goes to the arena; not of a large slot
   };
   HandlePtr launch(Engine::Urgency urgency, const std::vector<Place>& places = {},
                    std::shared_ptr<void> keepalive = nullptr,
                    std::vector<Device::Mark> starts = {});
-  // The last launch, if its exchange is not over: who was to wait for it may have been interrupted.
-  HandlePtr under_way() const { return last_ && !last_->done() ? last_ : nullptr; }
-  // How often it was launched: who was interrupted may not know.
+  // The last launch and their number, which who was interrupted may not know.
+  HandlePtr last_launch() const { return last_; }
   int64_t launch_count() const { return launch_count_; }
   // Does not take part this time: throws a UsageError, here and on the ranks that launch.
   void refuse(const std::string& problem);
 
  private:
   RequestPtr start_over();
-  int64_t add_slots(const std::vector<int>& slots);
-  std::vector<Fragment> fragments_of(const std::vector<Place>& places) const;
+  int64_t add_slots(const std::vector<int>& slots, const std::vector<int64_t>& counts);
   void add_part(int64_t begin, int64_t count);
 
   const std::shared_ptr<Engine> engine_;
@@ -101,10 +97,7 @@ class Bucket {
   std::vector<Part> parts_;
   HandlePtr last_;
   int64_t launch_count_ = 0;
-  bool movable_;               // all slots
-  std::vector<int> part_of_;   // by slot; -1 for one that shares a part with others
-  std::vector<int> together_;  // those
-  std::vector<int64_t> counts_;
+  std::vector<int> part_of_;  // by slot; -1 for one that must be in the arena
 
   std::atomic<bool> quiet_{false};
   mutable std::mutex mutex_;

@@ -125,7 +125,9 @@ std::string Ledger::objection(int32_t set, const Description& description) const
     return "rank " + std::to_string(s.last_joined) + " has joined, and will not do it again";
   // Zeros of a rank that has joined would be taken for values, and its copies of others go wrong.
   if (s.joined_count > 0 && !description.codec.empty() && !description.peers.empty())
-    return "rank " + std::to_string(s.last_joined) + " has joined";
+    return "rank " + std::to_string(s.last_joined) +
+           " has joined, and its neighbors keep copies of its values: take as many steps on every "
+           "rank, or send weights as they are";
   if (description.kind == OpKind::kBroadcast) {
     const int root = s.member_of(description.root);
     if (root >= 0 && s.joined[static_cast<size_t>(root)])

@@ -237,19 +237,19 @@ PYBIND11_MODULE(_core, m) {
                              })
       .def("ready", &Bucket::ready)
       .def("refuse", &Bucket::refuse)
-      .def("under_way",
+      .def("last_launch",
            [](const Bucket& b) -> py::object {
-             HandlePtr handle = b.under_way();
+             HandlePtr handle = b.last_launch();
              if (!handle) return py::none();
              return py::reinterpret_steal<py::object>(
                  make_handle(b.engine(), std::move(handle), Py_None));
            })
       .def_property_readonly("launch_count", &Bucket::launch_count)
+      .def("count_anew", &Bucket::count_anew)
       .def("count_quietly", &Bucket::count_quietly)
       .def_static("in_an_arena",
                   [](uintptr_t address) {
                     return Bucket::in_an_arena(reinterpret_cast<const char*>(address));
                   })
-      .def_property_readonly("movable", &Bucket::movable)
       .def_property_readonly("large", &Bucket::large);
 }

@@ -29,9 +29,9 @@ struct Notice {
   int slot;
   PyObject* view;  // the slot's place in the arena, as the tensor that users get
   Plain place;     // the same; no data if it cannot be written from here
-  PyObject* grad;  // what the next exchange reads, where it is, instead of the arena; or null
+  PyObject* grad;  // what is to be copied into the arena, or is lent; or null
   char* data;      // its memory
-  bool lent;       // which the result goes to, too
+  bool lent;       // it is exchanged where it is, this time
 };
 
 PyTypeObject* notice_type;
@@ -55,12 +55,6 @@ PyObject* grad_of(PyObject* param) {
   return grad;
 }
 
-void read_at(Notice& notice, PyObject* grad, char* data, bool lent) {
-  Py_XSETREF(notice.grad, new_ref(grad));
-  notice.data = data;
-  notice.lent = lent;
-}
-
 // Whether the gradient was read, in memory like the slot's.
 bool read_grad(const Notice& notice, PyObject* grad, Plain& source) {
   return notice.place.data && read_plain(grad, source) && alike(source, notice.place);
@@ -73,40 +67,40 @@ bool still_in_arena(const Notice& notice) {
   return read_grad(notice, notice.view, now) && now.data == notice.place.data;
 }
 
-// Copies the gradient into the arena if it is not there yet. False: that is left to the caller.
-bool bring(Notice& notice, PyObject* grad) {
+void keep_grad(Notice& notice, PyObject* grad, char* data, bool lent) {
+  Py_XSETREF(notice.grad, new_ref(grad));
+  notice.data = data;
+  notice.lent = lent;
+}
+
+// Looks where the gradient is; fill() copies it if it is not in the arena yet. False: that is left
+// to the caller, as all that is in some arena's memory, which may be written to before.
+bool find(Notice& notice, PyObject* grad) {
+  Py_CLEAR(notice.grad);
   Plain source;
   if (!read_grad(notice, grad, source)) return false;
   if (source.data == notice.place.data) return true;
-  const auto nbytes = nbytes_of(source);
-  if (nbytes > kSmallNbytes || source.device != kHost) return false;
-  plain_copy(notice.place.data, source.data, static_cast<size_t>(nbytes));
+  if (nbytes_of(source) > kSmallNbytes || source.device != kHost) return false;
+  if (Bucket::in_an_arena(source.data)) return false;
+  keep_grad(notice, grad, source.data, /*lent=*/false);
   return true;
 }
 
-// Lets the exchange read the gradient where it is. Nothing is written there: autograd and its users
-// may hold the same memory by other names. False: that is left to the caller.
-bool find(Notice& notice, PyObject* grad) {
-  Plain source;
-  if (!read_grad(notice, grad, source)) return false;
-  if (source.data == notice.place.data) return true;
-  if (nbytes_of(source) >= kLoneNbytes || source.device != kHost) return false;
-  // A user may have made one parameter's result another one's gradient.
-  if (Bucket::in_an_arena(source.data)) return false;
-  read_at(notice, grad, source.data, false);
-  return true;
+// Whether no other slot's place is what the gradient looks at. False: in doubt, too.
+bool at_home(Notice& notice, PyObject* grad) {
+  if (grad == Py_None) return true;
+  Plain now;
+  if (!read_plain(grad, now)) return false;
+  return (read_grad(notice, grad, now) && now.data == notice.place.data) ||
+         !Bucket::in_an_arena(now.data);
 }
 
 // Makes what has been exchanged the parameter's gradient. False: that is left to the caller.
 bool take(Notice& notice, PyObject* param) {
-  const bool lent = notice.grad && notice.lent;
-  if (!lent && !still_in_arena(notice)) {
-    Py_CLEAR(notice.grad);
-    return false;
-  }
+  if (!notice.grad && !still_in_arena(notice)) return false;
   PyObject* now = grad_of(param);
   Py_DECREF(now);
-  PyObject* result = lent ? notice.grad : notice.view;
+  PyObject* result = notice.grad ? notice.grad : notice.view;
   if (now != result && PyObject_SetAttr(param, grad_name, result) != 0)
     throw py::error_already_set();
   Py_CLEAR(notice.grad);
@@ -149,7 +143,8 @@ PyObject* unbind(PyObject* self, PyObject*) {
 PyObject* lend_method(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     if (count != 2) throw py::type_error("lend takes 2 arguments");
-    read_at(as_notice(self), args[0], reinterpret_cast<char*>(as_int(args[1])), true);
+    char* data = reinterpret_cast<char*>(as_int(args[1]));
+    keep_grad(as_notice(self), args[0], data, /*lent=*/true);
     return new_ref(Py_None);
   });
 }
@@ -221,27 +216,50 @@ void for_each_pair(PyObject* const* args, Py_ssize_t count, F&& f) {
     f(i, PyList_GET_ITEM(args[0], i), PyList_GET_ITEM(args[1], i));
 }
 
-// Lets `f` do its part for every gradient; returns the positions of those it left. What the
-// caller's stream is given next finds gradients of a device.
+// Lets `f` do its part for every gradient; returns the positions of those it left.
 PyObject* try_all(PyObject* const* args, Py_ssize_t count, bool (*f)(Notice&, PyObject*)) {
+  py::list left;
+  for_each_pair(args, count, [&](Py_ssize_t i, PyObject* param, PyObject* notice) {
+    const auto grad = py::reinterpret_steal<py::object>(grad_of(param));
+    if (!f(as_notice(notice), grad.ptr())) left.append(i);
+  });
+  return left.release().ptr();
+}
+// locate(params, notices). What the caller's stream is given next finds gradients of a device.
+PyObject* locate(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
-    py::list left;
-    for_each_pair(args, count, [&](Py_ssize_t i, PyObject* param, PyObject* notice) {
-      const auto& bucket = as_notice(notice).bucket;
-      if (i == 0 && bucket && bucket->device()) bucket->meet(current_stream(*bucket->device()));
-      PyObject* grad = grad_of(param);
-      Py_CLEAR(as_notice(notice).grad);
-      if (!f(as_notice(notice), grad)) left.append(i);
-      Py_DECREF(grad);
-    });
-    return left.release().ptr();
+    if (count == 2 && PyList_Check(args[1]) && PyList_GET_SIZE(args[1]) > 0) {
+      const auto& bucket = as_notice(PyList_GET_ITEM(args[1], 0)).bucket;
+      if (bucket && bucket->device()) bucket->meet(current_stream(*bucket->device()));
+    }
+    return try_all(args, count, find);
   });
 }
-PyObject* gather(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  return try_all(args, count, bring);
+// fill(notices): copies what has been located.
+PyObject* fill(PyObject*, PyObject* notices) {
+  return guarded([&] {
+    for (Py_ssize_t i = 0; i < PyList_Size(notices); ++i) {
+      Notice& notice = as_notice(PyList_GET_ITEM(notices, i));
+      if (!notice.grad || notice.lent) continue;
+      plain_copy(notice.place.data, notice.data, static_cast<size_t>(nbytes_of(notice.place)));
+      Py_CLEAR(notice.grad);
+    }
+    return new_ref(Py_None);
+  });
 }
-PyObject* locate(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  return try_all(args, count, find);
+// strays(params, notices): the positions of gradients that may be where another one belongs.
+PyObject* strays(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] { return try_all(args, count, at_home); });
+}
+
+// holders(param): of its gradient.
+PyObject* holders(PyObject*, PyObject* param) {
+  return guarded([&] {
+    PyObject* grad = grad_of(param);
+    const Py_ssize_t count = Py_REFCNT(grad);
+    Py_DECREF(grad);
+    return PyLong_FromSsize_t(count);
+  });
 }
 
 PyObject* start(const py::handle& of, Engine::Urgency urgency,
@@ -260,7 +278,7 @@ PyObject* start(const py::handle& of, Engine::Urgency urgency,
   return make_handle(bucket->engine(), std::move(handle), Py_None);
 }
 
-// launch(bucket, urgency, notices): starts its exchange, reading each gradient where it is.
+// launch(bucket, urgency, notices): starts its exchange, of lent gradients where they are.
 PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     if (count != 3) throw py::type_error("launch takes 3 arguments");
@@ -269,14 +287,14 @@ PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t count) {
     for (Py_ssize_t i = 0; i < PyList_Size(args[2]); ++i) {
       const Notice& notice = as_notice(PyList_GET_ITEM(args[2], i));
       if (!notice.grad) continue;
-      places.push_back({notice.slot, notice.data, notice.lent});
+      places.push_back({notice.slot, notice.data});
       owners.append(py::handle(notice.grad));
     }
     return start(args[0], static_cast<Engine::Urgency>(as_int(args[1])), places, owners);
   });
 }
 
-// launch_lent(bucket, urgency, lent): the same; of (slot, tensor, address) each is exchanged there.
+// launch_lent(bucket, urgency, lent): the same; `lent` has (slot, tensor, address) of each.
 PyObject* launch_lent(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     if (count != 3) throw py::type_error("launch_lent takes 3 arguments");
@@ -284,7 +302,7 @@ PyObject* launch_lent(PyObject*, PyObject* const* args, Py_ssize_t count) {
     py::list owners;
     for (const py::handle& item : py::cast<py::list>(args[2])) {
       const auto [slot, owner, address] = py::cast<std::tuple<int, py::object, int64_t>>(item);
-      places.push_back({slot, reinterpret_cast<char*>(address), /*in_place=*/true});
+      places.push_back({slot, reinterpret_cast<char*>(address)});
       owners.append(owner);
     }
     return start(args[0], static_cast<Engine::Urgency>(as_int(args[1])), places, owners);
@@ -327,8 +345,10 @@ PyObject* unchanged(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 PyMethodDef functions[] = {
-    {"gather", as_method(gather), METH_FASTCALL, "Copies small gradients into the arena."},
-    {"locate", as_method(locate), METH_FASTCALL, "Lets an exchange read gradients where they are."},
+    {"locate", as_method(locate), METH_FASTCALL, "Looks where gradients are."},
+    {"fill", fill, METH_O, "Copies those into the arena."},
+    {"strays", as_method(strays), METH_FASTCALL, "Gradients that may be where others belong."},
+    {"holders", holders, METH_O, "How many references there are to a parameter's gradient."},
     {"launch", as_method(launch), METH_FASTCALL, "Starts the exchange of a bucket."},
     {"launch_lent", as_method(launch_lent), METH_FASTCALL,
      "Starts the exchange of a bucket, with large tensors where they are."},

@@ -48,6 +48,35 @@ def test_a_step_finds_the_memory_of_the_one_before():
     assert pages("leave") > 0.2
 
 
+RESIDENT = """
+import os
+import bagua
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+bagua.init(keep_memory=True)
+before = resident()
+gradients = [bytearray(4 << 20) for _ in range(40)]
+for gradient in gradients:
+    gradient[::4096] = b"1" * 1024
+del gradient, gradients
+kept = resident() - before
+bagua.shutdown()
+print(kept, resident() - before)
+"""
+
+
+def test_shutdown_gives_memory_back():
+    done = subprocess.run(
+        [sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=True
+    )
+    kept, left = map(int, done.stdout.split())
+    assert kept > 30 * (4 << 20)
+    assert left < 4 << 20
+
+
 @pytest.mark.parametrize("wish", ["leave later", "child"])
 def test_who_trains_no_more_keeps_nothing(wish):
     assert pages(wish) > 0.2

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import mmap
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from bagua.common.world import world
 from bagua.torch.arrays import is_on_device
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
@@ -50,18 +54,28 @@ def _start_and_move(bucket, queued, urgency):
     type(bucket).start(bucket, urgency)
     for grad in queued:
         grad.share_memory_()
+    for grad in queued:  # what memory that is free is used for next
+        torch.full_like(grad, 777.0)
 
 
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "powersgd"])
-@pytest.mark.parametrize("size", [8, 600])
-def test_gradients_that_are_moved_while_they_are_exchanged(everyone, hvd, algorithm, size):
+@pytest.mark.parametrize("held", ["results", "local", "views of local"])
+@pytest.mark.parametrize("size", [8, 250, 600])
+def test_gradients_that_are_moved_while_they_are_exchanged(everyone, hvd, algorithm, size, held):
     """As a queue to another process does in a thread of its own."""
     params = [nn.Parameter(torch.zeros(size, size)), nn.Parameter(torch.zeros(size, size))]
     if is_on_device(params[0]):
         pytest.skip("a device's memory stays where it is")
+    local = []
+    for param in params if held != "results" else ():
+        view = (lambda grad: grad) if held == "local" else torch.Tensor.detach
+        param.register_post_accumulate_grad_hook(lambda p, view=view: local.append(view(p.grad)))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), algorithm=algorithm)
     for step in range(6):
         queued = [param.grad for param in params if param.grad is not None]
+        if held != "results":
+            queued = local
+            local.clear()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         loss = sum((param * float(10**step) * (everyone.me + 1)).sum() for param in params)
         with optimizer.no_sync():  # so that all is in the arena before it is launched
@@ -74,6 +88,61 @@ def test_gradients_that_are_moved_while_they_are_exchanged(everyone, hvd, algori
             torch.testing.assert_close(param.grad, torch.full_like(param, mean), rtol=1e-4, atol=0)
         with optimizer.skip_synchronize():
             optimizer.step()
+
+
+@pytest.mark.parametrize("overlap", ["always", "never"])
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+@pytest.mark.parametrize("size", [4, 600])
+@pytest.mark.parametrize("bucket_mb", [10.0, 0.001])
+def test_gradients_that_go_to_other_parameters(
+    everyone, hvd, monkeypatch, overlap, algorithm, size, bucket_mb
+):
+    config = dataclasses.replace(world().config, overlap=overlap, bucket_mb=bucket_mb)
+    monkeypatch.setattr(world(), "config", config)
+    params = [nn.Parameter(torch.zeros(size, size)) for _ in range(3)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), algorithm=algorithm)
+
+    def step(given, used=(0, 1, 2)):
+        for _ in range(2):  # so that results are in the arena
+            optimizer.zero_grad()
+            sum((p * (everyone.me + 1.0)).sum() for p in params).backward()
+            for param in params:
+                param.grad = slots[param].given if slots else param.grad
+        grads = [param.grad for param in params]
+        for param, number in zip(params, given):
+            param.grad = None if number is None else grads[number]
+        optimizer.zero_grad(set_to_none=False)
+        sum((params[i] * 10.0**i * (everyone.me + 1)).sum() for i in used).backward()
+        for i, param in enumerate(params):
+            mean = 10**i * (everyone.size + 1) / 2 if i in used else 0.0
+            torch.testing.assert_close(param.grad, torch.full_like(param, mean), rtol=1e-3, atol=0)
+
+    slots = {}
+    step((0, 1, 2))
+    slots = optimizer._driver.layout.slots
+    step((1, 0, 2))
+    step((1, 2, 0))
+    step((None, 0, 2), used=(1, 2))
+    step((1, None, 2), used=(0, 2))
+
+
+@pytest.mark.parametrize("size", [4, 600])
+def test_memory_that_is_not_torchs_alone_is_only_read(everyone, hvd, size):
+    param = nn.Parameter(torch.zeros(size, size))
+    if is_on_device(param):
+        pytest.skip("of the host's memory")
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0))
+    array = np.full((size, size), everyone.me + 1.0, np.float32)
+    param.grad = torch.from_numpy(array)
+    optimizer.step()
+    torch.testing.assert_close(param.grad, torch.full_like(param, (everyone.size + 1) / 2))
+    assert (array == everyone.me + 1.0).all()
+    param.grad = torch.full_like(param, everyone.me + 1.0).detach().share_memory_()
+    file, nbytes = param.grad.untyped_storage()._share_fd_cpu_()
+    with mmap.mmap(file, nbytes) as elsewhere:  # as another process has it
+        optimizer.step()
+        torch.testing.assert_close(param.grad, torch.full_like(param, (everyone.size + 1) / 2))
+        assert (np.frombuffer(elsewhere[: param.nbytes], np.float32) == everyone.me + 1.0).all()
 
 
 def test_the_arena_by_another_name_is_the_arena(everyone, hvd):

@@ -16,9 +16,11 @@ from torch import nn
 
 from bagua.algorithms import (
     Algorithm,
+    AsyncModelAverage,
     ByteGrad,
     Decentralized,
     DiLoCo,
+    LocalSGD,
     PerParameter,
     PowerSGD,
     QAdam,
@@ -189,6 +191,14 @@ MISTAKES = {
     "low rank": (lambda: PowerSGD(codec="minmax_u8"), "choose one"),
     "warm-up": (lambda: QAdam(warmup_steps=-1), "warmup_steps"),
     "pattern": (lambda: ByteGrad(exact="head.*"), "list of patterns"),
+    "number": (lambda: Algorithm(codec=8), "codec is text, not 8"),
+    "half": (lambda: LocalSGD(every=2.5), "every is a whole number, not 2.5"),
+    "nan": (lambda: DiLoCo(outer_lr=np.nan), "outer_lr is a finite number, not nan"),
+    "inf": (lambda: AsyncModelAverage(sync_interval_ms=np.inf), "sync_interval_ms is a finite"),
+    "text": (lambda: TopK(density="0.1"), "density is a finite number, not '0.1'"),
+    "flag": (lambda: ByteGrad(hierarchical="no"), "hierarchical is True or False, not 'no'"),
+    "feedback": (lambda: ByteGrad(error_feedback=1), "error_feedback is True, False or None"),
+    "op": (lambda: Algorithm(op="average"), "op is bagua.Average, Sum or another of them"),
 }
 
 

@@ -184,6 +184,8 @@ def test_bad_arguments(hvd):
     for options, words in (
         ({"warmup_steps": 0}, "at least 1"),
         ({"betas": (1.0, 0.9)}, "betas"),
+        ({"betas": (0.9,)}, "two numbers"),
+        ({"lr": float("inf")}, "lr is a number from 0 on, not inf"),
         ({"lr": -1.0}, "lr"),
     ):
         with pytest.raises(hvd.UsageError, match=words):

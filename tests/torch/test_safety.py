@@ -132,6 +132,23 @@ def test_replicas_are_compared_at_the_end_of_a_round(everyone, hvd, setting):
             optimizer.step()
 
 
+@pytest.mark.parametrize("algorithm", ["decentralized", "local_sgd"])
+def test_how_far_apart_replicas_are_is_told(everyone, hvd, setting, capfd, algorithm):
+    setting(check_replicas_every=2)
+    param = nn.Parameter(torch.ones(5))
+    sgd = torch.optim.SGD([param], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd, [("w", param)], algorithm=algorithm)
+    for _ in range(5):
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+    told = [line for line in capfd.readouterr().err.splitlines() if "apart" in line]
+    drifts = algorithm == "decentralized" and everyone.me == 0
+    steps = [2, 4] if drifts else []
+    assert [line.split(" (")[0] for line in told] == [
+        f"bagua: after step {step} replicas are 0 apart" for step in steps
+    ]
+
+
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_no_number_is_named_and_skipped(everyone, hvd, setting, monkeypatch, overlaps, bad):

@@ -156,12 +156,79 @@ TEST(Neighbors, AverageWithTheirPeers) {
             check_means(kind, std::vector<int>(static_cast<size_t>(n)), dtype, count, false);
 }
 
-TEST(Neighbors, ANodeIsOnePeerThatCountsByItsRanks) {
+TEST(Neighbors, ANodeIsOnePeer) {
   for (const Peers::Kind kind : kKinds)
-    for (const auto& node_of : std::vector<std::vector<int>>{
-             {0, 0}, {0, 0, 1, 1}, {0, 1, 1, 0, 1}, {0, 0, 1, 1, 2, 2}, {0, 0, 1, 2, 2, 2, 3}})
+    for (const auto& node_of :
+         std::vector<std::vector<int>>{{0, 0}, {0, 0, 1, 1}, {0, 0, 1, 1, 2, 2}})
       for (const DType dtype : {DType::kF32, DType::kF16})
         check_means(kind, node_of, dtype, 3000, true);
+}
+
+// What flows from a node to another: half of what they have together if two meet, a third of what
+// the smaller has in a ring, and half of what the smallest of all has where a circle is closed.
+double flow(const Peers& peers, const std::vector<double>& sizes, int from, int to) {
+  const int n = static_cast<int>(sizes.size());
+  const Meeting meet = meeting(peers, n, to);
+  if (std::find(meet.take_from.begin(), meet.take_from.end(), from) == meet.take_from.end())
+    return 0;
+  const double a = sizes[static_cast<size_t>(from)], b = sizes[static_cast<size_t>(to)];
+  if (meet.give_to == std::vector<int>{from}) return a * b / (a + b);
+  if (peers.kind == Peers::kRing) return std::min(a, b) / 3;
+  return *std::min_element(sizes.begin(), sizes.end()) / 2;
+}
+
+// Nodes of other numbers of ranks, over several rounds: nobody counts for more than the others.
+TEST(Neighbors, TheMeanOverAllRanksStaysWhatItIs) {
+  constexpr int64_t kCount = 3000;
+  for (const Peers::Kind kind : kKinds)
+    for (const auto& node_of : std::vector<std::vector<int>>{{0, 1, 1, 0, 1},
+                                                             {0, 1, 1, 1},
+                                                             {0, 0, 1, 2, 2, 2},
+                                                             {0, 0, 1, 2, 2, 2, 3},
+                                                             {0, 1, 1, 1, 2, 2, 3, 3, 3, 3, 3}})
+      for (const DType dtype : {DType::kF32, DType::kF16})
+        with_jobs(
+            static_cast<int>(node_of.size()), dtype,
+            [&](int rank, Job& job) {
+              const int n = static_cast<int>(node_of.size());
+              const int nodes = *std::max_element(node_of.begin(), node_of.end()) + 1;
+              std::vector<double> sizes(static_cast<size_t>(nodes));
+              std::vector<double> means(sizes);
+              for (const int node : node_of) ++sizes[static_cast<size_t>(node)];
+              double mean = 0;
+              for (int other = 0; other < n; ++other) {
+                const auto node = static_cast<size_t>(node_of[static_cast<size_t>(other)]);
+                means[node] += small_number(other, 0) / sizes[node];
+                mean += small_number(other, 0) / static_cast<double>(n);
+              }
+              std::vector<char> data(static_cast<size_t>(kCount) * job.item());
+              for (int64_t i = 0; i < kCount; ++i)
+                put(dtype, data.data(), i, small_number(rank, 0));
+              job.op = ReduceOp::kAverage;
+              job.finish.divisor = n;
+              job.count = kCount;
+              job.exact_in_nodes = true;
+              job.data = data.data();
+              for (int round = 0; round < 8; ++round) {
+                job.peers = {kind, round};
+                choose_collective(OpKind::kAllreduce, job, "auto").run(job);
+                const std::vector<double> before(means);
+                double over_all = 0;
+                for (int to = 0; to < nodes; ++to) {
+                  const auto t = static_cast<size_t>(to);
+                  for (int from = 0; from < nodes; ++from)
+                    means[t] += flow(job.peers, sizes, from, to) / sizes[t] *
+                                (before[static_cast<size_t>(from)] - before[t]);
+                  over_all += means[t] * sizes[t] / n;
+                }
+                ASSERT_NEAR(over_all, mean, 1e-9) << "the definition itself";
+                const double mine = means[static_cast<size_t>(node_of[static_cast<size_t>(rank)])];
+                for (int64_t i = 0; i < kCount; ++i)
+                  ASSERT_NEAR(get(dtype, data.data(), i), mine, dtype == DType::kF16 ? 2e-2 : 1e-5)
+                      << "kind " << kind << " round " << round << " rank " << rank;
+              }
+            },
+            node_of);
 }
 
 // What every rank has, and keeps of itself and its neighbors, after each round.
