@@ -48,8 +48,8 @@ LANDING = [pieces.Piece.land, pieces.land_all]
 LAUNCHING = [pieces.launch_until, pieces.Piece.launch_weights, pieces.Piece.launch]
 MIXING = [mixing.Mixing._start, mixing.Mixing._launch, mixing.Mixing._finish]
 ALGORITHMS = {
-    "step": (Decentralized(when="step"), [*LANDING, *LAUNCHING, *MIXING]),
-    "forward": (Decentralized(when="forward"), [*LANDING, *LAUNCHING, *MIXING]),
+    "step": (Decentralized(when="step", peers="all"), [*LANDING, *LAUNCHING, *MIXING]),
+    "forward": (Decentralized(when="forward", peers="all"), [*LANDING, *LAUNCHING, *MIXING]),
     "background": (
         AsyncModelAverage(sync_interval_ms=0.0),
         [*LANDING, *LAUNCHING, background.Background._launch, background.Background._launch_rest],

@@ -47,7 +47,7 @@ def spoil(everyone, params) -> None:
         params[1].data[3] = torch.inf
 
 
-DECENTRALIZED = [Decentralized(when=when) for when in ("step", "forward")]
+DECENTRALIZED = [Decentralized(when=when, peers="all") for when in ("step", "forward")]
 
 
 @pytest.mark.parametrize("algorithm", DECENTRALIZED)
