@@ -96,8 +96,39 @@ def test_names(bagua):
     assert missing == []
 
 
-@pytest.mark.ranks(1)
-def test_torchs_modules_get_one_name(bagua):
-    from torch import nn
+# What importing the API changes in torch's own classes.
+CHANGED = """
+import sys
 
-    assert [name for name in dir(nn.Module) if "bagua" in name] == ["with_bagua"]
+import torch
+import torch.amp
+
+
+def attributes():
+    modules = [m for name, m in list(sys.modules.items()) if name.split(".")[0] == "torch"]
+    classes = {
+        c
+        for module in modules
+        for c in list(vars(module).values())
+        if isinstance(c, type) and c.__module__.split(".")[0] == "torch"
+    }
+    return {(c, name): value for c in classes for name, value in list(vars(c).items())}
+
+before = attributes()
+known = {c for c, _ in before}
+import bagua.torch_api
+
+print(*(
+    f"{c.__qualname__}.{name}"
+    for (c, name), value in attributes().items()
+    if c in known and before.get((c, name)) is not value
+))
+"""
+
+
+@pytest.mark.ranks(1)
+def test_torchs_classes_get_one_name(bagua):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CHANGED], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["Module.with_bagua"]
