@@ -101,6 +101,8 @@ def test_gradients_that_go_to_other_parameters(
     monkeypatch.setattr(world(), "config", config)
     params = [nn.Parameter(torch.zeros(size, size)) for _ in range(3)]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), algorithm=algorithm)
+    # Codes have 256 levels for a range of 100: less than half of the least mean.
+    tolerated = 0.0 if algorithm == "gradient_allreduce" else 0.4 * (everyone.size + 1) / 2
 
     def step(given, used=(0, 1, 2)):
         for _ in range(2):  # so that results are in the arena
@@ -115,7 +117,8 @@ def test_gradients_that_go_to_other_parameters(
         sum((params[i] * 10.0**i * (everyone.me + 1)).sum() for i in used).backward()
         for i, param in enumerate(params):
             mean = 10**i * (everyone.size + 1) / 2 if i in used else 0.0
-            torch.testing.assert_close(param.grad, torch.full_like(param, mean), rtol=1e-3, atol=0)
+            wanted = torch.full_like(param, mean)
+            torch.testing.assert_close(param.grad, wanted, rtol=1e-3, atol=tolerated)
 
     slots = {}
     step((0, 1, 2))
