@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from bagua.common.core import core
-from bagua.common.errors import UsageError
+from bagua.common.errors import BaguaError, UsageError
 from bagua.common.kinds import DTYPE_NUMBER, DTYPES
 from bagua.common.world import world
 
@@ -58,6 +59,19 @@ def tensor_over(memory: Any, dtype: torch.dtype, begin: int = 0, count: int = -1
     if count == 0 or memoryview(memory).nbytes == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, offset=begin * dtype.itemsize, count=count)
+
+
+def is_at_rest(bucket: Any) -> bool:
+    last = bucket.last_launch()
+    return last is None or bool(last.poll())
+
+
+def wait_for_last(bucket: Any) -> None:
+    """Until the last exchange of an engine's bucket is over, well or not."""
+    last = bucket.last_launch()
+    if last is not None:
+        with contextlib.suppress(BaguaError):
+            last.wait()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -11,9 +11,9 @@ import torch
 from bagua.common.kinds import Urgency
 from bagua.common.objects import allgather_object
 from bagua.common.warn import warn
-from bagua.common.world import barrier, world
+from bagua.common.world import world
 from bagua.torch.between_steps import BetweenSteps
-from bagua.torch.pieces import Pairs, Piece, land_all, launch_until
+from bagua.torch.pieces import Pairs, Piece, land_all
 from bagua.torch.safety import first_odd
 
 
@@ -23,12 +23,10 @@ class Background(BetweenSteps):
     resting = False  # no exchange is begun
     _next_s = 0.0
     _given: list[torch.Tensor]  # by piece, while exchanges are under way
-    _launches = 0  # of every piece, so far and in this round
 
     def stepped(self) -> None:
         super().stepped()
         if self._given:
-            self._launch_rest()
             if all(piece.done() for piece in self._pieces):
                 self._finish()
         elif not self.resting and self._due() and time.monotonic() >= self._next_s:
@@ -36,31 +34,16 @@ class Background(BetweenSteps):
 
     @torch.no_grad()
     def _start(self) -> None:
-        land_all(self._pieces)  # what an interrupt has left
         self._look_at_weights()
-        rounds = self._pieces[-1].launch_count() if self._pieces else 0
-        self._launches = rounds + 1
-        self._launch_rest()
-
-    @torch.no_grad()
-    def _launch_rest(self) -> None:
-        """All of a round, or those that an interrupt has left out."""
-        launch_until(self._launches, self._pieces, self._launch)
-
-    def _launch(self, number: int, piece: Piece) -> None:
-        if number == len(self._given):
+        for piece in self._pieces:
             piece.copy_weights()
             self._given.append(piece.flat.clone())
-        piece.launch(Urgency.NOW)
+            piece.launch(Urgency.NOW)
 
     @torch.no_grad()
     def _finish(self) -> None:
-        try:
-            land_all(self._pieces)
-        except Exception:  # after an interrupt it is tried again
-            self._given = []
-            raise
         given, self._given = self._given, []
+        land_all(self._pieces)
         self._next_s = time.monotonic() + self._exchange.sync_interval_ms / 1e3
         if self._arrived_spoilt():
             return
@@ -106,9 +89,7 @@ class Background(BetweenSteps):
 
     def _end(self, finish: Callable[[], None]) -> None:
         """Ends what is under way, on all ranks; not all may have begun it yet."""
-        if self._given:
-            self._launch_rest()
-        barrier(self._process_set)
+        allgather_object(None, f"{self._prefix}.end", self._process_set)
         # What all have begun is agreed on by now, so it is over before this is.
         self._marker.launch(Urgency.WAITED)
         self._marker.land()

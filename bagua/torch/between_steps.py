@@ -25,6 +25,7 @@ from bagua.torch.checks import check_parameters, checked_names
 from bagua.torch.own import is_own
 from bagua.torch.pieces import Piece, land_all, pieces_of
 from bagua.torch.safety import NonFinite, first_not_finite, first_odd
+from bagua.torch.standing import Standing
 
 Kept = dict[str, Sequence["torch.Tensor | None"]]
 _numbers = itertools.count()
@@ -53,6 +54,7 @@ class BetweenSteps:
         self._process_set = process_set
         number = broadcast_object(next(_numbers), process_set.ranks[0], process_set=process_set)
         self._prefix = f"weights.{number}"
+        self.standing = Standing(self._prefix, process_set)
         self._generation = 0
         self._step = step
         self._rounds = 0  # exchanges so far
@@ -72,6 +74,7 @@ class BetweenSteps:
     def synchronize(self) -> None:
         """The optimizer is about to step."""
         capture.refuse("%r counts its steps on the host", self.algorithm)
+        self.standing.check()
         self.refresh()
         if not self._begun:
             self._begin()
@@ -94,7 +97,8 @@ class BetweenSteps:
     def refresh(self) -> None:
         """Notices parameters that were added, frozen or thawed since the last look."""
         lists = [group["params"] for group in self._optimizer.param_groups]
-        if core.unchanged(lists, self._all_params, self._required):
+        unchanged = core.unchanged(lists, self._all_params, self._required)
+        if unchanged or self.standing.withdrawn:
             return
         if self._begun:
             self.settle()  # what ranks have learned by themselves is not lost
@@ -106,6 +110,7 @@ class BetweenSteps:
 
     def settle(self) -> None:
         """All ranks end with one exact average."""
+        self.standing.check()
         with torch.no_grad():
             self._drain()
             params = [param.data for piece in self._pieces for param in piece.params]
@@ -115,6 +120,15 @@ class BetweenSteps:
 
     def close(self) -> None:
         self._land()
+
+    def at_rest(self) -> bool:
+        return all(piece.at_rest() for piece in self._pieces)
+
+    def withdraw(self) -> None:
+        """After an interrupt in the middle of a step."""
+        self.standing.withdraw()
+        for piece in self._pieces:
+            piece.end()
 
     def _land(self) -> None:
         """Waits for what is under way, without using it."""

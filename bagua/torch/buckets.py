@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -14,7 +14,7 @@ from bagua.common.core import core
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.process_set import ProcessSet
-from bagua.torch.arrays import arena_of, is_on_device, tensor_over
+from bagua.torch.arrays import arena_of, is_at_rest, is_on_device, tensor_over, wait_for_last
 from bagua.torch.slot import Slot, in_memory_like, view_like
 
 
@@ -141,7 +141,6 @@ class Bucket:
 
     def look(self) -> None:
         """Finds the gradients; nothing is written yet."""
-        self._end_interrupted()
         self.stale = False
         if self.watch is not None:
             self.watch(self.name, [(slot.name, slot.param) for slot in self.slots])
@@ -149,14 +148,14 @@ class Bucket:
             with torch.no_grad():
                 self._look()
         except BaseException:
-            self._take_back()
+            self.take_back()
             raise
 
     @torch.no_grad()
     def fill(self) -> None:
         """Brings gradients that are elsewhere into the arena; none means zeros."""
         try:
-            core.fill(self._notices)
+            self._elsewhere += [self._place_of(i) for i in core.fill(self._notices)]
             if self._without:
                 torch._foreach_zero_(self._without)
             if self._elsewhere:
@@ -164,22 +163,22 @@ class Bucket:
                 torch._foreach_copy_(views, grads)
             self._transform()
         except BaseException:
-            self._take_back()
+            self.take_back()
             raise
         finally:
             self._without, self._elsewhere = [], []
 
-    def _end_interrupted(self) -> None:
-        """Waits for an exchange that nobody has waited for."""
-        left = self.arena.last_launch()
-        if left is not None and not left.poll():
-            left.wait()
+    def _place_of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a gradient that another thread has moved since it was looked at."""
+        slot = self.slots[index]
+        self._check_kind(slot)
+        return slot.view, cast(torch.Tensor, slot.dense_gradient())
 
     def start(self, urgency: Urgency) -> None:
         try:
             self.handle = core.launch(self.arena, urgency, self._notices)
         except BaseException:
-            self._take_back()
+            self.take_back()
             raise
         _flying.update(id(grad) for _, grad in self._away)
         for slot, _ in self._away:
@@ -187,7 +186,7 @@ class Bucket:
 
     def _look(self) -> None:
         """Large ones stay where they are, and their results go there, if nobody else has them."""
-        self._take_back()  # of a launch that did not come about
+        self.take_back()  # of a launch that did not come about
         self._away, self._without, self._elsewhere = [], [], []
         for i in core.locate(self._params, self._notices):
             slot = self.slots[i]
@@ -211,7 +210,7 @@ class Bucket:
                 # It may overlap with the view, and torch does not know.
                 self._elsewhere.append((slot.view, grad.clone()))
             elif alone and _may_be_moved(slot, grad):
-                slot.notice.lend(grad, grad.data_ptr())
+                slot.notice.lend(grad)
                 self._away.append((slot, grad))
                 _lent.add(id(grad))
             else:
@@ -271,12 +270,13 @@ class Bucket:
         try:
             handle.wait()  # type: ignore[union-attr]
         except BaseException:
-            self._take_back()
+            self.take_back()
             self._away = []  # what they hold now is nobody's gradient
             raise
-        self._take_back()
+        self.take_back()
 
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
+        """Gradients that it has looked at are not going to be exchanged, or have been."""
         mine = {id(grad) for _, grad in self._away}
         _lent.difference_update(mine)
         _flying.difference_update(mine)
@@ -285,6 +285,15 @@ class Bucket:
         """Waits for the exchange without using its results; what it moved has gone with it."""
         self._wait()
         self._away = []
+
+    def at_rest(self) -> bool:
+        return is_at_rest(self.arena)
+
+    def end(self) -> None:
+        """Waits for what is under way, whatever an interrupt has made of this object."""
+        wait_for_last(self.arena)
+        self.take_back()
+        self.handle, self._away = None, []
 
     def refuse(self, problem: str) -> None:
         """Raises a UsageError, here and on the ranks that launch this bucket next."""
@@ -318,14 +327,18 @@ def _owner_count(tensor: torch.Tensor) -> int:
 _ONE_OWNER = _owner_count(torch.empty(1)) or -1
 
 
-def _holder_count() -> int:
-    """Of a gradient that nobody but its parameter has."""
+def _holders_at_least() -> tuple[int, ...]:
+    """Of a gradient that nobody but its parameter has.
+
+    Empty, which is nobody's, where this build of torch does not tell of its own.
+    """
     param = torch.nn.Parameter(torch.empty(1))
     param.grad = torch.empty(1)
-    return int(core.holders(param))
+    holders = core.holders(param)
+    return holders if len(holders) == 2 else ()
 
 
-_NOBODY_ELSE = _holder_count()
+_NOBODY_ELSE = _holders_at_least()
 
 
 def _may_be_moved(slot: Slot, grad: torch.Tensor) -> bool:

@@ -24,7 +24,6 @@ def check_algorithm(
     algorithm: Algorithm,
     steps: int,
     of_gradients: dict[str, Any],
-    optimizer: torch.optim.Optimizer,
     names: Mapping[torch.Tensor, str],
     process_set: ProcessSet,
 ) -> None:
@@ -39,11 +38,11 @@ def check_algorithm(
     averages = algorithm.what != "grad" or algorithm.low_rank or algorithm.momentum_correction
     if averages and op not in (None, ReduceOp.Average):
         raise UsageError(f"{algorithm!r} averages; leave op={op.name} out")
-    mine = (repr(algorithm), steps, _settings(of_gradients), _choices(algorithm, names))
-    everyone = allgather_object((*mine, _hyperparameters(optimizer)), process_set=process_set)
-    first, first_steps, first_settings, first_choices, first_rules = everyone[0]
+    mine = (repr(algorithm), steps, _settings(of_gradients, names), _choices(algorithm, names))
+    everyone = allgather_object(mine, process_set=process_set)
+    first, first_steps, first_settings, first_choices = everyone[0]
     root = process_set.ranks[0]
-    for rank, (theirs, their_steps, settings, choices, rules) in zip(process_set.ranks, everyone):
+    for rank, (theirs, their_steps, settings, choices) in zip(process_set.ranks, everyone):
         if theirs != first:
             raise UsageError(
                 f"algorithms differ between ranks: {first} on rank {root}, {theirs} on rank {rank}"
@@ -62,11 +61,23 @@ def check_algorithm(
             raise UsageError(
                 f"{name} differs between ranks: {a} on rank {root}, {b} on rank {rank}"
             )
-        for name, (a, b) in _unlike(first_rules, rules):
-            text = f"{name} differs between ranks: {a} on rank {root}, {b} on rank {rank}"
+
+
+def check_hyperparameters(
+    optimizer: torch.optim.Optimizer, algorithm: Algorithm, name: str, process_set: ProcessSet
+) -> None:
+    """They differ between ranks that are about to take the same step."""
+    root = process_set.ranks[0]
+    try:
+        everyone = allgather_object(hyperparameters(optimizer), name, process_set)
+    except UsageError:
+        return  # a rank has joined, and steps no more
+    for rank, rules in zip(process_set.ranks, everyone):
+        for what, (a, b) in _unlike(everyone[0], rules):
+            text = f"{what} differs between ranks: {a} on rank {root}, {b} on rank {rank}"
             if algorithm.what == "momentum":
                 raise UsageError(f"the optimizer's {text}")
-            if algorithm.what == "grad" and world().rank == root:
+            if world().rank == root:
                 warn(f"the optimizer's {text}; replicas will not stay equal unless that is mended")
 
 
@@ -89,9 +100,10 @@ def _choices(algorithm: Algorithm, names: Mapping[torch.Tensor, str]) -> dict[st
     return {name: of(name, shape) for name, shape in shared}
 
 
-def _settings(of_gradients: dict[str, Any]) -> dict[str, Any]:
+def _settings(of_gradients: dict[str, Any], names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
     """What else was said of gradients, in what can be compared."""
     compression, groups = of_gradients["compression"], of_gradients["groups"]
+    lists = [", ".join(names.get(p, "one of others") for p in group) for group in groups or ()]
     op = of_gradients["op"] or ReduceOp.Average
     return {
         "op": op.name,
@@ -99,19 +111,27 @@ def _settings(of_gradients: dict[str, Any]) -> dict[str, Any]:
         "gradient_predivide_factor": of_gradients["scales"][1],
         "num_groups": of_gradients["num_groups"],
         "groups": None if groups is None else f"{len(groups)} lists",
+        **{f"groups[{number}]": text for number, text in enumerate(lists)},
         "sparse_as_dense": of_gradients["sparse_as_dense"],
+        "backward_passes_per_step": of_gradients["backward_passes_per_step"],
     }
 
 
-def _hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Those that are numbers; what each group has of its own may still be broadcast."""
+def hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Those that are numbers, of every group of parameters."""
 
     def is_plain(value: Any) -> bool:
         if isinstance(value, (tuple, list)):
             return all(map(is_plain, value))
         return value is None or isinstance(value, (bool, int, float, str))
 
-    return {name: value for name, value in optimizer.defaults.items() if is_plain(value)}
+    groups = optimizer.param_groups
+    return {
+        f"{name} of parameter group {number}" if len(groups) > 1 else name: value
+        for number, group in enumerate(groups)
+        for name, value in group.items()
+        if name != "params" and is_plain(value)
+    }
 
 
 def check_own(

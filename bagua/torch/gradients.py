@@ -28,14 +28,17 @@ from bagua.torch import capture, hooks
 from bagua.torch.bucket_plan import Plan, fold_of
 from bagua.torch.buckets import Bucket, claims
 from bagua.torch.checkpointed import Checkpointed
-from bagua.torch.checks import checked_names
+from bagua.torch.checks import check_hyperparameters, checked_names
 from bagua.torch.grouping import Grouping
 from bagua.torch.layout import Layout
 from bagua.torch.loose import Loose
 from bagua.torch.own import is_own
+from bagua.torch.pieces import raise_first
 from bagua.torch.safety import NonFinite, first_not_finite
+from bagua.torch.standing import Standing, in_one_piece
 
 _optimizer_numbers = itertools.count()
+_all: weakref.WeakSet[Gradients] = weakref.WeakSet()
 # Who has begun to exchange in which backward pass.
 _by_task: dict[int, list[weakref.ref[Gradients]]] = {}
 
@@ -81,6 +84,7 @@ class Gradients:
             fold_of(optimizer, algorithm),
             step,
         )
+        self.standing = Standing(self._plan.prefix, process_set)
         self._watch = None
         if config.check_finite != "off":
             self._watch = NonFinite(process_set, f"{self._plan.prefix}.finite")
@@ -102,13 +106,14 @@ class Gradients:
         self._silent = False  # this pass only accumulates
         self._launched = 0  # buckets, in this pass
         self._all_gathered = False
-        self._launch_error: BaseException | None = None
+        self._launch_error: Exception | None = None
         self._task = -1  # the backward pass, as autograd counts them
         self._exchanged = False  # since the last step
         self._unshared = False  # local gradients that no exchange has seen
         self.skips = False  # the next step, since gradients are no numbers
         self.refresh()
         self._checkpointed = Checkpointed(self._plan, self.layout)
+        _all.add(self)
 
     def __del__(self) -> None:
         self.close()
@@ -120,6 +125,9 @@ class Gradients:
     def change(self, algorithm: Algorithm) -> None:
         """Goes on with another algorithm."""
         self.look_again()
+        if algorithm.what == "momentum":
+            name = f"{self._plan.prefix}.rules"
+            check_hyperparameters(self._optimizer, algorithm, name, self._process_set)
         self._plan.fold = fold_of(self._optimizer, algorithm)
         before, self._plan.algorithm = self._plan.algorithm, algorithm
         self.layout.rebuild(self.layout.runs, exactly=True)
@@ -133,8 +141,22 @@ class Gradients:
         if hasattr(self, "layout"):
             self.layout.close()
 
+    def at_rest(self) -> bool:
+        return all(bucket.at_rest() for bucket in self.layout.buckets)
+
+    def withdraw(self) -> None:
+        """After an interrupt in the middle of a step."""
+        self.standing.withdraw()
+        _by_task.pop(self._task, None)
+        for bucket in self.layout.buckets:
+            bucket.end()
+        self._loose.discard()
+        self._reset()
+        self.close()
+
     # ---- called by autograd --------------------------------------------------------------------
 
+    @in_one_piece
     def decide(self, param: torch.Tensor) -> None:
         """Its gradient is there, and it may be the first or the last of something."""
         slot = self.layout.slots.get(param)
@@ -202,14 +224,20 @@ class Gradients:
         self._end = weakref.ref(end, hooks.on_forgotten(self))
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._task = torch._C._current_graph_task_id()
+        if self._task not in _by_task:
+            for other in list(_all):  # whose gradients may be where this one's belong
+                other.bring_home()
         _by_task.setdefault(self._task, []).append(weakref.ref(self))
         if self._silent:
             return
         for bucket in self.layout.buckets:
-            if self._overlaps:
-                bucket.bring_home()
             bucket.count_quietly(self.layout.order is None)
 
+    def bring_home(self) -> None:
+        for bucket in self.layout.buckets if self._overlaps else ():
+            bucket.bring_home()
+
+    @in_one_piece
     def end_backward(self) -> None:
         self._in_backward = False
         # Before anybody waits, everything that this pass has gradients for is launched: another
@@ -232,7 +260,7 @@ class Gradients:
     def _exchange(self) -> None:
         """Launches what is not under way, waits for everything, delivers."""
         self._launch_rest()
-        errors = [] if self._launch_error is None else [self._launch_error]
+        errors: list[Exception] = [] if self._launch_error is None else [self._launch_error]
         try:
             # Whatever failed: nothing may be in flight when the caller touches gradients again.
             waits = [bucket.advance for bucket in self.layout.buckets]
@@ -240,13 +268,15 @@ class Gradients:
             for wait in [*waits, self._loose.deliver]:
                 try:
                     wait()
-                except BaseException as error:
+                except Exception as error:
                     errors.append(error)
-            found = "" if errors else self._not_finite()
+            # An error of ours is everybody's, who look no further.
+            alone = not any(isinstance(error, BaguaError) for error in errors)
+            found = self._not_finite() if alone else ""
         finally:
             self._reset()
         if errors:
-            raise errors[0]
+            raise_first(errors)
         self._exchanged = True
         self._unshared = False
         self._tell(found)
@@ -286,7 +316,7 @@ class Gradients:
             for bucket in self.layout.buckets:
                 if bucket.handle is None:
                     bucket.start(Urgency.WAITED)
-        except BaseException as error:
+        except Exception as error:
             self._note_error(error)
 
     def _gather_rest(self) -> None:
@@ -303,11 +333,14 @@ class Gradients:
                 bucket.look()
             for bucket in rest:
                 bucket.fill()
-        except BaseException as error:
+        except Exception as error:
             self._note_error(error)
 
-    def _note_error(self, error: BaseException) -> None:
+    def _note_error(self, error: Exception) -> None:
         self._launch_error = error
+        for bucket in self.layout.buckets:
+            if bucket.handle is None:
+                bucket.take_back()
         self._refuse_rest(f"{type(error).__name__} on this rank: {error}")
 
     def _refuse_rest(self, problem: str) -> None:
@@ -332,6 +365,7 @@ class Gradients:
 
     def synchronize(self) -> None:
         """Exchanges unless everything there is has been exchanged."""
+        self.standing.check()
         self.look_again()
         if self._unshared or not self._exchanged:
             self._exchange()
@@ -380,7 +414,8 @@ class Gradients:
         """Notices what happened behind our back: a backward that failed, other parameters."""
         if self._in_backward:
             self._abandon_backward()
-        self.refresh()
+        if not self.standing.withdrawn:
+            self.refresh()
 
     def refresh(self) -> None:
         """Notices parameters that were added, frozen or thawed since the last look."""

@@ -17,7 +17,7 @@ from bagua.common.world import world
 from bagua.torch import lost, safety
 from bagua.torch.bucket_plan import Plan
 from bagua.torch.buckets import Bucket, Watch, claims
-from bagua.torch.checks import check_parameters
+from bagua.torch.checks import check_hyperparameters, check_parameters, hyperparameters
 from bagua.torch.grouping import Grouping
 from bagua.torch.loose import Loose
 from bagua.torch.own import is_own
@@ -186,10 +186,16 @@ class Layout:
         grads = [slot.dense_gradient() for slot in slots]
         sparse = np.array([grad is not None and grad.is_sparse for grad in grads], np.uint8)
         replicas = [(slot.name, slot.param) for slot in slots]
-        sample = safety.sample(replicas)
+        of_rules = safety.sample_of(repr(hyperparameters(self._optimizer)))
+        samples = np.concatenate([of_rules, safety.sample(replicas)])
         self._agreed_at_first = True
-        largest = self._agreed("first", np.concatenate([sample, sparse]), ReduceOp.Max)
-        sample, agreed = np.split(largest, [sample.size])
+        everyones = self._agreed("first", np.concatenate([samples, sparse]), ReduceOp.Max)
+        rules, sample, agreed = np.split(everyones, [samples.size // 2, samples.size])
+        if safety.samples_differ(rules):
+            self._agreed_at_first = False  # if that is an error it is one the next time, too
+            name, group = f"{self._plan.prefix}.rules", self._plan.process_set
+            check_hyperparameters(self._optimizer, self._plan.algorithm, name, group)
+            self._agreed_at_first = True
         for slot, is_sparse in zip(slots, agreed):
             slot.may_be_sparse = bool(is_sparse)
             if is_sparse:

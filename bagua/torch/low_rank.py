@@ -32,7 +32,6 @@ class LowRankBucket(Bucket):
         self._wholes: list[torch.Tensor] = []  # G + e, while it travels
         self._bases: list[torch.Tensor] = []  # P made orthonormal
         self._firsts: dict[int, torch.Tensor] = {}  # by the slot's number: where Q begins
-        self._ended = self._before = 0  # launches of P that are over, and those of Q till this one
         tall, wide = [], []
         for slot in self.slots:
             rows, columns = slot.view.shape[0], slot.view[0].numel()
@@ -68,15 +67,15 @@ class LowRankBucket(Bucket):
             torch.add(slot.view.reshape(whole.shape), lost, out=whole)
             torch.matmul(factor, whole.T, out=tall)
         self.arena.count_anew()
-        self._before = self._wide.launch_count()
         self._tall.launch(urgency)
         self.handle = self._tall
 
     @torch.no_grad()
     def advance(self) -> None:
-        if not self._is_under_way() or self._wide.launch_count() > self._before:
+        if self.handle is not self._tall:
             return
-        self._land(self._tall)
+        self.handle = None
+        self._tall.land()
         parts = zip(self._wholes, self._tall.views, self._bases, self._wide.views)
         for whole, tall, basis, wide in parts:
             # A NaN or an Inf must be seen by who scales losses, and LAPACK does not like it.
@@ -88,27 +87,13 @@ class LowRankBucket(Bucket):
                 basis.copy_(torch.linalg.qr(tall.T)[0].T if finite else tall * torch.nan)
             torch.matmul(basis, whole, out=wide)
         self._wide.launch(Urgency.WAITED)
-
-    def _is_under_way(self) -> bool:
-        return self._ended < self._tall.launch_count()
-
-    def _land(self, piece: Piece) -> None:
-        try:
-            piece.land()
-        except Exception:  # as on all ranks; after an interrupt it goes on
-            self.handle = None
-            self._ended = self._tall.launch_count()
-            raise
-
-    def _end_interrupted(self) -> None:
-        if self._is_under_way():
-            self._wait()
+        self.handle = self._wide
 
     @torch.no_grad()
     def _wait(self) -> None:
         self.advance()
         self.handle = None
-        self._land(self._wide)
+        self._wide.land()
         parts = zip(self.slots, self._wholes, self._bases, self._wide.views)
         for slot, whole, basis, wide in parts:
             lost, factor = slot.residuals
@@ -122,7 +107,6 @@ class LowRankBucket(Bucket):
                 factor.copy_(torch.where(finite, wide, self._firsts[slot.number]))
             elif not finite:
                 self.forget(slot)  # it is told once, not for ever
-        self._ended = self._tall.launch_count()
 
     def discard(self) -> None:
         kept: list[list[torch.Tensor]] = [[r.clone() for r in s.residuals] for s in self.slots]
@@ -133,5 +117,12 @@ class LowRankBucket(Bucket):
 
     def refuse(self, problem: str) -> None:
         self.arena.count_anew()
-        if not self._is_under_way():  # an interrupt may have come before its handle was known
-            self._tall.refuse(problem)  # without which nobody comes to the other
+        self._tall.refuse(problem)  # without which nobody comes to the other
+
+    def at_rest(self) -> bool:
+        return self._tall.at_rest() and self._wide.at_rest()
+
+    def end(self) -> None:
+        self._tall.end()
+        self._wide.end()
+        super().end()

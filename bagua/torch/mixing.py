@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import torch
 
+from bagua.common.errors import BaguaError
 from bagua.common.kinds import Urgency
 from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch.between_steps import BetweenSteps, Kept
-from bagua.torch.pieces import land_all, launch_until
+from bagua.torch.pieces import land_all
 
 
 class Mixing(BetweenSteps):
@@ -22,17 +24,14 @@ class Mixing(BetweenSteps):
 
     drifts = True
     _mixed = False  # since the last step
-    _rounds_due = 0  # in which every piece is launched once; so many of them
-    _rounds_begun = 0  # with all pieces, though the last may be one that an interrupt has left
-    _rounds_ended = 0
+    _under_way = False
     _versions = 0  # of the weights that travel
 
     def synchronize(self) -> None:
         super().synchronize()
         if self._exchange.when == "forward" and self._due() and not self._mixed:
-            if self._rounds_due == self._rounds_ended:  # else it is under way
-                self._rounds_due += 1
-            self._start(Urgency.WAITED)
+            if not self._under_way:
+                self._start(Urgency.WAITED)
             self._finish()
 
     def stepped(self) -> None:
@@ -43,33 +42,28 @@ class Mixing(BetweenSteps):
         if self._is_spoilt():
             self._mixed = True
             return
-        self._rounds_due += 1
         if self._exchange.when == "forward":
             return self._start(Urgency.NOW)
         try:
             self._start(Urgency.NOW if self._settles_early() else Urgency.WAITED)
             self._finish()
-        except BaseException:
-            for piece in self._pieces:
-                piece.leave_weights()
+        except BaguaError:
+            with contextlib.suppress(BaguaError):
+                land_all(self._pieces)  # nothing moves weights any more
             raise
 
     @torch.no_grad()
     def _start(self, urgency: Urgency) -> None:
-        if self._rounds_begun == self._rounds_due:
-            return
         land_all(self._pieces)
-        self._launch(urgency)
+        for piece in self._pieces:
+            piece.launch_weights(urgency)
         self._versions = self._count_versions()
-        self._rounds_begun = self._rounds_due
-
-    def _launch(self, urgency: Urgency) -> None:
-        launch_until(self._rounds_due, self._pieces, lambda _, piece: piece.launch_weights(urgency))
+        self._under_way = True
 
     @torch.no_grad()
     def _finish(self) -> None:
         untouched = self._versions == self._count_versions()
-        self._rounds_ended, self._mixed = self._rounds_due, True
+        self._under_way, self._mixed = False, True
         self._rounds += 1  # what a checkpoint finds under way begins once more
         if self._settles_early():
             for piece in self._pieces:
@@ -87,20 +81,14 @@ class Mixing(BetweenSteps):
     def _count_versions(self) -> int:
         return sum(param._version for piece in self._pieces for param in piece.params)
 
-    @torch.no_grad()
     def _land(self) -> None:
-        self._launch(Urgency.NOW)  # what an interrupt has left out, and others wait for
-        self._rounds_begun = self._rounds_ended = self._rounds_due
+        self._under_way = False
         super()._land()
 
     def _drain(self) -> None:
-        if self._rounds_ended < self._rounds_begun == self._rounds_due:
+        if self._under_way:
             self._finish()
         super()._drain()
-
-    def _build(self) -> None:
-        super()._build()
-        self._rounds_due = self._rounds_begun = self._rounds_ended = 0
 
     def _settles_early(self) -> bool:
         """Whether this rank alone encodes its values, and so has its new ones at once."""

@@ -27,6 +27,7 @@ from bagua.torch.gradients import Gradients
 from bagua.torch.mixing import Mixing
 from bagua.torch.outer import Outer
 from bagua.torch.scaling import Scaling
+from bagua.torch.standing import around_users_code, in_one_piece
 from bagua.torch.wrapped import Wrapped
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
@@ -99,6 +100,7 @@ class DistributedOptimizer(Wrapped):
         self._resting = False  # nothing is begun in the background
         self._scaling = Scaling()
         self._loaded: dict[str, Any] | None = None  # of an algorithm that comes with the next step
+        self._passes = backward_passes_per_step
         self._algorithm = self._checked(algorithm or world().config.algorithm)
         if algorithm is not None:
             self._tell_what_is_overruled(algorithm)
@@ -108,6 +110,7 @@ class DistributedOptimizer(Wrapped):
 
     # ---- training ------------------------------------------------------------------------------
 
+    @around_users_code
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps the wrapped optimizer with gradients that all ranks share."""
         loss: Any = None
@@ -132,6 +135,7 @@ class DistributedOptimizer(Wrapped):
     # Whoever calls the wrapped optimizer in place of this one calls `synchronize` before its step,
     # or gives it a `synchronized` closure, and these two after its step and before its zero_grad.
 
+    @in_one_piece
     def stepped(self) -> None:
         """The wrapped optimizer has stepped."""
         self._driver.stepped()
@@ -139,6 +143,7 @@ class DistributedOptimizer(Wrapped):
         self._catch_up()
         self._check_replicas()
 
+    @in_one_piece
     def zeroed(self) -> None:
         """Gradients are to be forgotten."""
         self._catch_up()
@@ -150,6 +155,7 @@ class DistributedOptimizer(Wrapped):
         """Whether the wrapped optimizer must not step, since gradients are no numbers."""
         return self._driver.skips
 
+    @in_one_piece
     def synchronize(self) -> None:
         """Makes sure that gradients are exchanged; after `backward()` they usually are."""
         self._catch_up()
@@ -178,7 +184,7 @@ class DistributedOptimizer(Wrapped):
     def set_backward_passes_per_step(self, passes: int) -> None:
         if int(passes) < 1:
             raise UsageError(f"backward_passes_per_step must be at least 1, not {passes}")
-        self._driver.passes_per_step = int(passes)
+        self._driver.passes_per_step = self._passes = int(passes)
 
     def synchronized(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """What evaluates the model and exchanges its gradients, each time it is called."""
@@ -202,6 +208,7 @@ class DistributedOptimizer(Wrapped):
     def algorithm(self) -> Algorithm:
         return self._algorithm
 
+    @in_one_piece
     def set_algorithm(self, algorithm: Choice) -> None:
         """Goes on with another algorithm, from the next step; every rank calls it at the same one.
 
@@ -216,6 +223,7 @@ class DistributedOptimizer(Wrapped):
         self._resting = False
         self._catch_up()
 
+    @in_one_piece
     def settle(self) -> None:
         """All ranks end with one exact average of weights, where the algorithm lets them differ.
 
@@ -230,9 +238,19 @@ class DistributedOptimizer(Wrapped):
     def resume(self) -> None:
         self._rest(False)
 
+    @in_one_piece
     def consensus_distance(self) -> float:
         """How far weights of the ranks are from their mean, relative to it; every rank calls it."""
-        return safety.consensus_distance(self._driver.named(), self._process_set)
+        name = self._driver.standing.name("consensus")
+        return safety.consensus_distance(self._driver.named(), name, self._process_set)
+
+    def at_rest(self) -> bool:
+        """Whether nothing is under way."""
+        return self._driver.at_rest()
+
+    def withdraw(self) -> None:
+        """This rank has been interrupted in the middle of a step: the others hear so."""
+        self._driver.withdraw()
 
     def _rest(self, resting: bool) -> None:
         if self._algorithm.when != "background":
@@ -278,7 +296,8 @@ class DistributedOptimizer(Wrapped):
         in_step = self._step > 0 and self._algorithm.when != "background"
         steps = self._step - self._since if in_step else 0
         names = checked_names(self.inner, self._named)
-        check_algorithm(found, steps, self._of_gradients, self.inner, names, self._process_set)
+        settings = {**self._of_gradients, "backward_passes_per_step": self._passes}
+        check_algorithm(found, steps, settings, names, self._process_set)
         op: Any = self._of_gradients["op"]
         check_own([(name, param) for param, name in names.items()], found, op, self._process_set)
         return found
@@ -304,7 +323,9 @@ class DistributedOptimizer(Wrapped):
     def _catch_up(self) -> None:
         """Changes to the algorithm of this step."""
         now, wanted = self._driver, self._algorithm.at(self._step - self._since)
-        if wanted == now.algorithm:
+        if now.standing.withdrawn and self._process_set.size() == 1:
+            return self._change_to(wanted)  # nobody else is in the middle of anything
+        if wanted == now.algorithm or now.standing.withdrawn:
             return
         capture.refuse("from here on it is %r; take some steps before", wanted)
         if isinstance(now, Gradients) and wanted.what in ("grad", "momentum"):
@@ -312,11 +333,14 @@ class DistributedOptimizer(Wrapped):
         else:
             now.settle()
             now.close()
-            self._driver = self._driver_of(wanted)
-            self._driver.passes_per_step, self._driver.paused = now.passes_per_step, now.paused
+            self._change_to(wanted)
         if self._loaded is not None:
             self._driver.load_state(self._loaded, self._step)
             self._loaded = None
+
+    def _change_to(self, algorithm: Algorithm) -> None:
+        before, self._driver = self._driver, self._driver_of(algorithm)
+        self._driver.passes_per_step, self._driver.paused = before.passes_per_step, before.paused
 
     def _check_replicas(self) -> None:
         every = int(world().config.check_replicas_every)
@@ -328,7 +352,8 @@ class DistributedOptimizer(Wrapped):
             return
         self._compared = self._step
         if equal:
-            return safety.check_replicas(self._driver.named(), "replicas", self._process_set)
+            name = self._driver.standing.name("replicas")
+            return safety.check_replicas(self._driver.named(), name, self._process_set)
         distance = self.consensus_distance()
         if self._process_set.rank() == 0:
             print(
@@ -372,7 +397,9 @@ class DistributedOptimizer(Wrapped):
 
     def own_state(self) -> dict[str, Any]:
         """What `state_dict()` has beside the wrapped optimizer's; may be empty."""
-        kept_now = self._driver.state() if self._loaded is None else self._loaded
+        kept_now = self._loaded
+        if kept_now is None and not self._driver.standing.withdrawn:
+            kept_now = self._driver.state()
         if kept_now is None and not self._algorithm.warmup_steps:
             return {}
         return {kept.KEY: {"step": self._step, "since": self._since, "kept": kept_now}}

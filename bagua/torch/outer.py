@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-
 import torch
 
-from bagua.common.errors import BaguaError, UsageError
 from bagua.common.kinds import Urgency
 from bagua.torch.between_steps import BetweenSteps, Kept
 from bagua.torch.pieces import land_all
@@ -27,14 +23,12 @@ class Outer(BetweenSteps):
 
     _skipped = "the round is undone on all ranks"
     _launched = False
-    _torn = False  # an interrupt has left weights and state in the middle of a round
 
     def equal_now(self) -> bool:
         return self._exchange.when == "step" and self._due()
 
     def _build(self) -> None:
         super()._build()
-        self._torn = False
         self._common = [piece.flat.clone() for piece in self._pieces]
         self._begins = self._common  # of the round
         if self._exchange.when == "forward":
@@ -47,34 +41,13 @@ class Outer(BetweenSteps):
         super().stepped()
         if not self._due():
             return
-        if self._torn:
-            self._refuse_round()
-        try:
-            self._rounds += 1
-            if self._is_spoilt():
-                self._undo_round()
-            elif self._exchange.when == "forward":
-                self._overlap()
-            else:
-                self._step_now()
-        except BaguaError:
-            raise  # before anything changes, on every rank
-        except BaseException:
-            self._torn = True
-            raise
-
-    def _refuse_round(self) -> None:
-        """Raises, here and on the ranks that come to this round."""
-        problem = (
-            "step() was interrupted in the middle of a round, which others may have completed: "
-            "load a checkpoint on every rank, or wrap the optimizer anew"
-        )
-        with contextlib.suppress(BaguaError):
-            self._land()
-        for piece in self._pieces:
-            with contextlib.suppress(UsageError):
-                piece.refuse(problem)
-        raise UsageError(problem)
+        self._rounds += 1
+        if self._is_spoilt():
+            self._undo_round()
+        elif self._exchange.when == "forward":
+            self._overlap()
+        else:
+            self._step_now()
 
     @torch.no_grad()
     def _undo_round(self) -> None:
@@ -142,19 +115,13 @@ class Outer(BetweenSteps):
     @torch.no_grad()
     def _drain(self) -> None:
         """What this rank has learned since the last exchange counts in the exact average."""
-        if self._torn:
-            self._land()
-        elif self._launched:
-            with contextlib.suppress(UsageError):  # a rank has refused it: weights are as they were
-                self._begin_anew()
+        if self._launched:
+            self._begin_anew()
 
     def _all_equal(self) -> None:
         for copies in (self._common, self._begins):
             for piece, copy in zip(self._pieces, copies):
                 piece.copy_weights(piece.views_of(copy))
-
-    def state(self) -> dict[str, Any] | None:
-        return None if self._torn else super().state()
 
     def _kept(self) -> Kept:
         kept = super()._kept()
@@ -165,5 +132,5 @@ class Outer(BetweenSteps):
         return kept if self._begins is self._common else kept | {"begins": self._begins}
 
     def _restore(self, values: dict[str, dict[str, torch.Tensor]]) -> None:
-        self._launched, self._torn = "arrived" in values, False
+        self._launched = "arrived" in values
         super()._restore({"begins": values["common"]} | values)

@@ -14,7 +14,7 @@ from bagua.common.core import core
 from bagua.common.errors import UsageError
 from bagua.common.kinds import Urgency
 from bagua.common.process_set import ProcessSet
-from bagua.torch.arrays import arena_of, is_on_device
+from bagua.torch.arrays import arena_of, is_at_rest, is_on_device, wait_for_last
 from bagua.torch.slot import in_memory_like, view_like
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -63,8 +63,7 @@ class Piece:
         self.views = self.views_of(self.flat)
         self._large = [exchange.mirrors and large for large in self._arena.large]
         self._copied: Pairs = []  # this time: parameters, and where the arena has them
-        self._lent: list[torch.Tensor] = []  # the others
-        self._landed = 0  # launches that were waited for
+        self._handle: Any | None = None
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parts of memory like the arena's, with the parameters' shapes."""
@@ -81,14 +80,14 @@ class Piece:
 
     def launch_weights(self, urgency: Urgency) -> None:
         """Starts the exchange of what the parameters are now."""
-        self._copied, lent = [], []
+        self._copied = []
+        lent = []
         for slot, (param, view) in enumerate(zip(self.params, self.views)):
             if self._large[slot] and in_memory_like(view, param):
                 lent.append((slot, param.detach(), param.data_ptr()))
             else:
                 self._copied.append((param, view))
         _copy([(view, param) for param, view in self._copied])
-        self._lent = [self.params[slot] for slot, _, _ in lent]
         core.note_written([param for _, param, _ in lent])  # which share the parameters' versions
         self.launch(urgency, lent)
 
@@ -96,57 +95,40 @@ class Piece:
         """Makes the result the parameters."""
         _copy(self._copied)
 
-    def leave_weights(self) -> None:
-        """After an interrupt: what the engine is still going to write is nobody's weights."""
-        if not self.done():
-            for param in self._lent:
-                param.data = param.data.clone()
-        self._lent, self._copied = [], []
-
     def launch(self, urgency: Urgency, lent: Sequence[tuple[int, torch.Tensor, int]] = ()) -> None:
         """Starts the exchange; of these slots not of what is in the arena."""
         if self._counts_ranks:
             self.flat[self._begins[-1]] = 1
-        core.launch_lent(self._arena, urgency, list(lent))
-
-    def launch_count(self) -> int:
-        return int(self._arena.launch_count)
+        self._handle = core.launch_lent(self._arena, urgency, list(lent))
 
     def done(self) -> bool:
-        last = self._arena.last_launch()
-        return last is None or bool(last.poll())
+        return self._handle is None or bool(self._handle.poll())
 
     def land_values(self) -> None:
         """Waits until the result is there, though the exchange may go on."""
-        launches = self.launch_count()
-        if launches == self._landed:
-            return
-        try:
-            self._arena.last_launch().wait_values()
-        except Exception:
-            self._landed = launches
-            raise
+        if self._handle is not None:
+            self._handle.wait_values()
 
     def land(self) -> None:
-        """Waits for the exchange, whose result is then where its values were.
-
-        After an interrupt, wherever it came, this may be called again.
-        """
-        launches = self.launch_count()
-        if launches == self._landed:
+        """Waits for the exchange, if any, whose result is then where its values were."""
+        handle, self._handle = self._handle, None
+        if handle is None:
             return
-        try:
-            self._arena.last_launch().wait()
-        except Exception:
-            self._landed = launches
-            raise
+        handle.wait()
         if self._counts_ranks:  # once that is done the share is 1
             at = self._begins[-1]
             if is_on_device(self.flat):
                 self.flat /= self.flat[at : at + 1].clone()
             elif (share := float(self.flat[at])) != 1:
                 self.flat /= share
-        self._landed = launches
+
+    def at_rest(self) -> bool:
+        return is_at_rest(self._arena)
+
+    def end(self) -> None:
+        """Waits for what is under way, whatever an interrupt has made of this object."""
+        wait_for_last(self._arena)
+        self._handle = None
 
     def refuse(self, problem: str) -> None:
         self._arena.refuse(problem)
@@ -157,32 +139,23 @@ def _copy(pairs: Pairs) -> None:
         torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
 
 
-def launch_until(
-    rounds: int, pieces: Sequence[Piece], launch: Callable[[int, Piece], None]
-) -> None:
-    """Launches what has not been launched so often, and of what an interrupt has left out first.
-
-    Else this rank's next exchange would be taken for the one that others wait for.
-    """
-    for number, piece in enumerate(pieces):
-        while piece.launch_count() < rounds:
-            piece.land()
-            launch(number, piece)
-
-
 def land_all(pieces: Sequence[Piece]) -> None:
-    """Waits for all of them, also after an error, which is raised in the end.
-
-    That is a KeyboardInterrupt only if there was no other: then all results are there, or coming.
-    """
-    errors: list[BaseException] = []
+    """Waits for all of them, also after an error, which is raised in the end."""
+    errors: list[Exception] = []
     for piece in pieces:
         try:
             piece.land()
-        except BaseException as error:
+        except Exception as error:
             errors.append(error)
     if errors:
-        raise next((error for error in errors if isinstance(error, Exception)), errors[0])
+        raise_first(errors)
+
+
+def raise_first(errors: list[Exception]) -> None:
+    try:
+        raise errors[0]
+    finally:
+        errors.clear()  # else they and this frame, and who called it, would hold each other
 
 
 def pieces_of(

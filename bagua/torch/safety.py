@@ -59,6 +59,15 @@ def sample(named: Named) -> Any:
     checksum = 0
     for _, param in named:
         checksum = _checksum(param.detach().flatten()[:_SAMPLE], checksum)
+    return _with_complement(checksum)
+
+
+def sample_of(text: str) -> Any:
+    """The same of other things."""
+    return _with_complement(zlib.crc32(text.encode()))
+
+
+def _with_complement(checksum: int) -> Any:
     values = np.frombuffer(checksum.to_bytes(4, "little"), np.uint8)
     return np.concatenate([values, 255 - values])
 
@@ -87,19 +96,22 @@ def _difference(named: Named, mine: list[int], name: str, process_set: ProcessSe
     return ""
 
 
-def consensus_distance(named: Named, process_set: ProcessSet) -> float:
+def consensus_distance(named: Named, name: str, process_set: ProcessSet) -> float:
     """How far ranks are apart: their distances from the mean, by root mean square, relative."""
+
+    def average(values: Any) -> Any:
+        return allreduce(values, name=name, op=ReduceOp.Average, process_set=process_set)
+
+    share = float(average(np.ones(1))[0])  # less than 1 where ranks have joined, whose are zeros
     square = size = 0.0
     for _, param in named:
         dtype = torch.complex128 if param.is_complex() else torch.float64
         mine = param.detach().to("cpu", dtype).numpy()
-        mean = allreduce(mine, name="consensus", op=ReduceOp.Average, process_set=process_set)
+        mean = average(mine) / share
         square += float(np.square(np.abs(mine - mean)).sum())
         size += float(np.square(np.abs(mean)).sum())
-    total = allreduce(
-        np.array([square]), name="consensus", op=ReduceOp.Average, process_set=process_set
-    )
-    return math.sqrt(float(total[0]) / size) if size else 0.0
+    total = float(average(np.array([square]))[0]) / share
+    return math.sqrt(total / size) if size else 0.0
 
 
 def alike(number: float, name: str, process_set: ProcessSet) -> bool:

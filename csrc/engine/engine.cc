@@ -150,7 +150,7 @@ HandlePtr Engine::submit(RequestPtr request, Urgency urgency) {
   } else if (urgency == Urgency::kSoon && first) {
     channel_->wake_after(kCompanyUs);
   }
-  if (refused) throw UsageError(request->label() + ": " + request->refusal);
+  if (refused && !request->for_good) throw UsageError(request->label() + ": " + request->refusal);
   return handle;
 }
 

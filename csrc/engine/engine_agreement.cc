@@ -40,7 +40,7 @@ void Engine::report(Set& set, const RequestPtr& request) {
   Report& report = set.report;
   const Key key{request->name, request->seq};
   if (!request->refusal.empty()) {
-    report.full.push_back({key, "", request->refusal});
+    report.full.push_back({key, "", request->refusal, request->for_good});
     return;
   }
   if (open_count_++ == 0) open_since_s_ = now_s();

@@ -14,6 +14,12 @@ int Ledger::Set::member_of(int rank) const {
   return it != ranks.end() && *it == rank ? static_cast<int>(it - ranks.begin()) : -1;
 }
 
+std::string Ledger::Set::why_withdrawn(const std::string& name) const {
+  for (const auto& [beginning, why] : withdrawn)
+    if (name.compare(0, beginning.size(), beginning) == 0) return why;
+  return "";
+}
+
 std::vector<int> Ledger::Set::with_bit(int32_t id) const {
   std::vector<int> found;
   for (int m = 0; m < static_cast<int>(ranks.size()); ++m)
@@ -163,6 +169,7 @@ void Ledger::gather_bits(Set& s, int32_t id, Pending& pending) {
 }
 
 void Ledger::arrive(int32_t set, int member, const Report::Full& full, double now_s) {
+  if (full.for_good) return withdraw(set, member, full);
   Set& s = sets_[set];
   const auto [it, fresh] = s.pending.try_emplace(full.key);
   Pending& pending = it->second;
@@ -187,6 +194,13 @@ void Ledger::arrive(int32_t set, int member, const Report::Full& full, double no
   place = Arrival{index, full.refusal};
   ++pending.count;
   settle_pending(set, it);
+}
+
+void Ledger::withdraw(int32_t set, int member, const Report::Full& full) {
+  Set& s = sets_[set];
+  const std::string rank = "rank " + std::to_string(s.ranks[static_cast<size_t>(member)]);
+  s.withdrawn.emplace_back(full.key.name, rank + " " + full.refusal);
+  settle_all(set);
 }
 
 std::vector<Ledger::Stall> Ledger::stalls(double now_s, double age_s) const {

@@ -79,20 +79,25 @@ class Ledger {
     std::map<Key, Pending> pending;
     std::vector<bool> joined, left;  // by member
     int joined_count = 0;
-    int last_joined = -1;  // rank
+    int last_joined = -1;                                        // rank
+    std::vector<std::pair<std::string, std::string>> withdrawn;  // beginnings of names, and why
 
     int member_of(int rank) const;
-    std::vector<int> with_bit(int32_t id) const;             // ranks
-    std::vector<int> arrived(const Pending& pending) const;  // ranks, without refusals
+    std::string why_withdrawn(const std::string& name) const;  // empty: it is not
+    std::vector<int> with_bit(int32_t id) const;               // ranks
+    std::vector<int> arrived(const Pending& pending) const;    // ranks, without refusals
     bool bit(int member, int32_t id) const;
     void clear_bit(int member, int32_t id);
     void set_bit(int member, int32_t id);
   };
 
   Decision& decision(int32_t set);
+  void turn_down(int32_t set, const Key& key, ErrorKind kind, const std::string& why,
+                 std::vector<int> ranks, std::string label = "");
   void hold_back(Decision& decision);
   void turn_away(int rank, const Report& report);
   void arrive(int32_t set, int member, const Report::Full& full, double now_s);
+  void withdraw(int32_t set, int member, const Report::Full& full);
   void arrive_bit(int32_t set, int member, int32_t id, double now_s);
   void gather_bits(Set& s, int32_t id, Pending& pending);
   void settle_bits(int32_t set, int32_t id);

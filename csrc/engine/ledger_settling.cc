@@ -35,20 +35,22 @@ void Ledger::settle_bits(int32_t set, int32_t id) {
     if (s.bit(m, id)) continue;
     waiting = waiting || !s.joined[m];
   }
-  if (waiting && gone.empty()) return;
+  const std::string withdrawn = s.why_withdrawn(entry.name);
+  if (waiting && gone.empty() && withdrawn.empty()) return;
   const std::string problem =
       gone.empty() ? objection(set, entry.description)
                    : list_text(gone) + (gone.size() == 1 ? " has" : " have") + " shut down";
-  if (problem.empty()) {
+  if (!withdrawn.empty()) {
+    turn_down(set, {entry.name, 0}, ErrorKind::kPeer, withdrawn, s.with_bit(id));
+  } else if (problem.empty()) {
     decision(set).agreed.push_back({id, 0});
   } else {
-    decision(set).rejections.push_back(
-        {{entry.name, 0},
-         gone.empty() ? ErrorKind::kUsage : ErrorKind::kPeer,
-         entry.name + ": " + problem + " and takes no part in this " + kind_name(kind) +
-             (gone.empty() ? ""
-                           : "; did it end by an error? With fewer batches it should call join()"),
-         s.with_bit(id)});
+    turn_down(
+        set, {entry.name, 0}, gone.empty() ? ErrorKind::kUsage : ErrorKind::kPeer,
+        problem + " and takes no part in this " + kind_name(kind) +
+            (gone.empty() ? ""
+                          : "; did it end by an error? With fewer batches it should call join()"),
+        s.with_bit(id));
   }
   for (int m = 0; m < static_cast<int>(s.ranks.size()); ++m) s.clear_bit(m, id);
   entry.open_since_s = 0;
@@ -64,7 +66,8 @@ void Ledger::settle_pending(int32_t set, std::map<Key, Pending>::iterator it) {
     if (pending.arrivals[m]) continue;
     waiting = waiting || !s.joined[m];
   }
-  if (waiting && gone.empty()) return;
+  const std::string withdrawn = s.why_withdrawn(it->first.name);
+  if (waiting && gone.empty() && withdrawn.empty()) return;
   if (pending.count == 0) {
     s.pending.erase(it);
     return;
@@ -72,15 +75,15 @@ void Ledger::settle_pending(int32_t set, std::map<Key, Pending>::iterator it) {
   const Key key = it->first;
   Pending settled = std::move(pending);
   s.pending.erase(it);
-  if (gone.empty()) {
+  if (!withdrawn.empty()) {
+    turn_down(set, key, ErrorKind::kPeer, withdrawn, s.arrived(settled));
+  } else if (gone.empty()) {
     resolve(set, key, settled);
   } else {
-    const std::string label = settled.label(key);
-    decision(set).rejections.push_back(
-        {key, ErrorKind::kPeer,
-         label + ": cannot be completed without " + list_text(gone) +
-             ", already shut down; did it return early or skip a step?",
-         s.arrived(settled)});
+    turn_down(set, key, ErrorKind::kPeer,
+              "cannot be completed without " + list_text(gone) +
+                  ", already shut down; did it return early or skip a step?",
+              s.arrived(settled), settled.label(key));
   }
   for (auto& [member, full] : settled.later) arrive(set, member, full, settled.since_s);
 }
@@ -96,10 +99,18 @@ void Ledger::resolve(int32_t set, const Key& key, Pending& pending) {
   if (problem.empty() && pending.descriptions.size() > 1) problem = mismatch(s, pending);
   if (problem.empty()) problem = objection(set, Description::decode(pending.descriptions[0]));
   if (problem.empty()) return agree(set, key, pending.descriptions[0]);
-  const std::string label = pending.label(key);
-  decision(set).rejections.push_back({key, ErrorKind::kUsage,
-                                      label.empty() ? problem : label + ": " + problem,
-                                      s.arrived(pending)});
+  turn_down(set, key, ErrorKind::kUsage, problem, s.arrived(pending), pending.label(key));
+}
+
+void Ledger::turn_down(int32_t set, const Key& key, ErrorKind kind, const std::string& why,
+                       std::vector<int> ranks, std::string label) {
+  Decision::Rejection rejection;
+  rejection.key = key;
+  rejection.kind = kind;
+  if (label.empty()) label = key.name;
+  rejection.text = label.empty() ? why : label + ": " + why;
+  rejection.ranks = std::move(ranks);
+  decision(set).rejections.push_back(std::move(rejection));
 }
 
 std::string Ledger::mismatch(const Set& s, const Pending& pending) const {

@@ -73,6 +73,7 @@ void Report::encode(Writer& w) const {
     put_key(w, f.key);
     w.put_string(f.description);
     w.put_string(f.refusal);
+    w.put(f.for_good);
   });
 }
 
@@ -87,6 +88,7 @@ Report Report::decode(Reader& r) {
     f.key = get_key(r);
     f.description = r.get_string();
     f.refusal = r.get_string();
+    f.for_good = r.get<bool>();
     report.full.push_back(std::move(f));
   });
   return report;

@@ -35,6 +35,7 @@ struct Report {
     Key key;
     std::string description;  // encoded
     std::string refusal;      // not empty: this rank cannot take part, and why
+    bool for_good = false;    // nor ever in anything whose name begins so
   };
   struct Again {
     uint64_t seq;

@@ -162,6 +162,7 @@ struct Request {
   Device* device = nullptr;               // where some parts are, or null
   std::vector<Device::Mark> starts = {};  // of its streams: behind them the values are there
   std::string refusal;                    // not empty: this rank cannot take part, and why
+  bool for_good = false;                  // nor ever in anything whose name begins so
   std::shared_ptr<void> keepalive;        // whatever owns the memory, until done
   HandlePtr handle = std::make_shared<Handle>();
 

@@ -85,6 +85,17 @@ void refuse(const std::shared_ptr<Engine>& engine, int kind, const std::string& 
   engine->submit(std::move(request), Engine::Urgency::kNow);
 }
 
+// This rank takes no part any more in anything of the set whose name begins so; others hear why.
+void withdraw(const std::shared_ptr<Engine>& engine, const std::string& beginning, int set,
+              const std::string& why) {
+  auto request = std::make_shared<Request>();
+  request->name = beginning;
+  request->set = set;
+  request->refusal = why;
+  request->for_good = true;
+  engine->submit(std::move(request), Engine::Urgency::kNow);
+}
+
 py::dict build_info() {
   py::dict info;
   info["version"] = BAGUA_VERSION;
@@ -126,6 +137,7 @@ PYBIND11_MODULE(_core, m) {
   add_notice_type(m);
   add_coding_type(m);
   m.def("refuse", refuse);
+  m.def("withdraw", withdraw);
   // In a forked child the engine's thread does not exist: nobody may ever wait for it.
   m.def("abandon", [](std::shared_ptr<Engine> engine) {
     engine->abandon();

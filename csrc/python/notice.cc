@@ -30,13 +30,14 @@ struct Notice {
   PyObject* view;  // the slot's place in the arena, as the tensor that users get
   Plain place;     // the same; no data if it cannot be written from here
   PyObject* grad;  // what is to be copied into the arena, or is lent; or null
-  char* data;      // its memory
   bool lent;       // it is exchanged where it is, this time
 };
 
 PyTypeObject* notice_type;
 PyObject* grad_name;
 PyObject* requires_grad_name;
+PyObject* data_ptr_name;
+PyObject* use_count_name;
 
 Notice& as_notice(PyObject* self) { return *reinterpret_cast<Notice*>(self); }
 
@@ -55,6 +56,13 @@ PyObject* grad_of(PyObject* param) {
   return grad;
 }
 
+char* data_of(PyObject* tensor) {
+  const auto address =
+      py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor, data_ptr_name));
+  if (!address) throw py::error_already_set();
+  return reinterpret_cast<char*>(as_int(address.ptr()));
+}
+
 // Whether the gradient was read, in memory like the slot's.
 bool read_grad(const Notice& notice, PyObject* grad, Plain& source) {
   return notice.place.data && read_plain(grad, source) && alike(source, notice.place);
@@ -67,10 +75,14 @@ bool still_in_arena(const Notice& notice) {
   return read_grad(notice, notice.view, now) && now.data == notice.place.data;
 }
 
-void keep_grad(Notice& notice, PyObject* grad, char* data, bool lent) {
+void keep_grad(Notice& notice, PyObject* grad, bool lent) {
   Py_XSETREF(notice.grad, new_ref(grad));
-  notice.data = data;
   notice.lent = lent;
+}
+
+bool copied_here(const Plain& source) {
+  return nbytes_of(source) <= kSmallNbytes && source.device == kHost &&
+         !Bucket::in_an_arena(source.data);
 }
 
 // Looks where the gradient is; fill() copies it if it is not in the arena yet. False: that is left
@@ -80,9 +92,18 @@ bool find(Notice& notice, PyObject* grad) {
   Plain source;
   if (!read_grad(notice, grad, source)) return false;
   if (source.data == notice.place.data) return true;
-  if (nbytes_of(source) > kSmallNbytes || source.device != kHost) return false;
-  if (Bucket::in_an_arena(source.data)) return false;
-  keep_grad(notice, grad, source.data, /*lent=*/false);
+  if (!copied_here(source)) return false;
+  keep_grad(notice, grad, /*lent=*/false);
+  return true;
+}
+
+// False: since it was found, another thread has given the gradient other memory that is not read
+// here.
+bool fill_from_found(Notice& notice) {
+  const auto grad = py::reinterpret_steal<py::object>(std::exchange(notice.grad, nullptr));
+  Plain source;
+  if (!read_grad(notice, grad.ptr(), source) || !copied_here(source)) return false;
+  plain_copy(notice.place.data, source.data, static_cast<size_t>(nbytes_of(source)));
   return true;
 }
 
@@ -139,14 +160,10 @@ PyObject* unbind(PyObject* self, PyObject*) {
   return new_ref(Py_None);
 }
 
-// lend(gradient, address): this time it is exchanged in place.
-PyObject* lend_method(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  return guarded([&] {
-    if (count != 2) throw py::type_error("lend takes 2 arguments");
-    char* data = reinterpret_cast<char*>(as_int(args[1]));
-    keep_grad(as_notice(self), args[0], data, /*lent=*/true);
-    return new_ref(Py_None);
-  });
+// lend(gradient): this time it is exchanged in place.
+PyObject* lend_method(PyObject* self, PyObject* grad) {
+  keep_grad(as_notice(self), grad, /*lent=*/true);
+  return new_ref(Py_None);
 }
 
 // Hook, slot, view and parameter refer to each other in a circle, so the collector must see it.
@@ -190,7 +207,7 @@ PyObject* make_notice(PyObject*, PyObject* decide) {
 
 PyMethodDef methods[] = {
     {"bind", as_method(bind), METH_FASTCALL, "From now on this gradient is a slot of a bucket."},
-    {"lend", as_method(lend_method), METH_FASTCALL, "This gradient is exchanged in place."},
+    {"lend", lend_method, METH_O, "This gradient is exchanged in place."},
     {"unbind", unbind, METH_NOARGS, "From now on every call is passed on."},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -235,16 +252,15 @@ PyObject* locate(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return try_all(args, count, find);
   });
 }
-// fill(notices): copies what has been located.
+// fill(notices): copies what has been located; returns the positions of what it left.
 PyObject* fill(PyObject*, PyObject* notices) {
   return guarded([&] {
+    py::list left;
     for (Py_ssize_t i = 0; i < PyList_Size(notices); ++i) {
       Notice& notice = as_notice(PyList_GET_ITEM(notices, i));
-      if (!notice.grad || notice.lent) continue;
-      plain_copy(notice.place.data, notice.data, static_cast<size_t>(nbytes_of(notice.place)));
-      Py_CLEAR(notice.grad);
+      if (notice.grad && !notice.lent && !fill_from_found(notice)) left.append(i);
     }
-    return new_ref(Py_None);
+    return left.release().ptr();
   });
 }
 // strays(params, notices): the positions of gradients that may be where another one belongs.
@@ -252,13 +268,17 @@ PyObject* strays(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] { return try_all(args, count, at_home); });
 }
 
-// holders(param): of its gradient.
+// holders(param): of its gradient, in Python, and in torch if this build tells.
 PyObject* holders(PyObject*, PyObject* param) {
   return guarded([&] {
-    PyObject* grad = grad_of(param);
-    const Py_ssize_t count = Py_REFCNT(grad);
-    Py_DECREF(grad);
-    return PyLong_FromSsize_t(count);
+    const auto grad = py::reinterpret_steal<py::object>(grad_of(param));
+    const auto references = Py_REFCNT(grad.ptr());
+    if (!PyObject_HasAttr(grad.ptr(), use_count_name))
+      return py::make_tuple(references).release().ptr();
+    const auto owners =
+        py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(grad.ptr(), use_count_name));
+    if (!owners) throw py::error_already_set();
+    return py::make_tuple(references, owners).release().ptr();
   });
 }
 
@@ -287,7 +307,7 @@ PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t count) {
     for (Py_ssize_t i = 0; i < PyList_Size(args[2]); ++i) {
       const Notice& notice = as_notice(PyList_GET_ITEM(args[2], i));
       if (!notice.grad) continue;
-      places.push_back({notice.slot, notice.data});
+      places.push_back({notice.slot, data_of(notice.grad)});
       owners.append(py::handle(notice.grad));
     }
     return start(args[0], static_cast<Engine::Urgency>(as_int(args[1])), places, owners);
@@ -348,7 +368,7 @@ PyMethodDef functions[] = {
     {"locate", as_method(locate), METH_FASTCALL, "Looks where gradients are."},
     {"fill", fill, METH_O, "Copies those into the arena."},
     {"strays", as_method(strays), METH_FASTCALL, "Gradients that may be where others belong."},
-    {"holders", holders, METH_O, "How many references there are to a parameter's gradient."},
+    {"holders", holders, METH_O, "How many hold a parameter's gradient, in Python and in torch."},
     {"launch", as_method(launch), METH_FASTCALL, "Starts the exchange of a bucket."},
     {"launch_lent", as_method(launch_lent), METH_FASTCALL,
      "Starts the exchange of a bucket, with large tensors where they are."},
@@ -364,6 +384,8 @@ PyMethodDef functions[] = {
 void add_notice_type(py::module_& m) {
   grad_name = PyUnicode_InternFromString("grad");
   requires_grad_name = PyUnicode_InternFromString("requires_grad");
+  data_ptr_name = PyUnicode_InternFromString("data_ptr");
+  use_count_name = PyUnicode_InternFromString("_use_count");
   notice_type = add_type(m, spec);
   if (PyModule_AddFunctions(m.ptr(), functions) != 0) throw py::error_already_set();
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from bagua.algorithms import Algorithm, QAdam
+from bagua.algorithms import Algorithm
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
@@ -60,6 +60,11 @@ DIFFERENT = {
         {"gradient_predivide_factor": 2.0},
         "gradient_predivide_factor differs between ranks: 1.0 on rank 0, 2.0 on rank",
     ),
+    "passes": (
+        {},
+        {"backward_passes_per_step": 2},
+        "backward_passes_per_step differs between ranks: 1 on rank 0, 2 on rank",
+    ),
 }
 
 
@@ -80,24 +85,54 @@ def test_settings(everyone, hvd, case):
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == everyone.size
 
 
-def test_the_rule_of_the_step(everyone, hvd):
+def test_groups_of_equal_shapes(everyone, hvd):
+    params = [nn.Parameter(torch.zeros(8)) for _ in range(4)]
+    named = [(str(i), param) for i, param in enumerate(params)]
+    odd = everyone.me > 0 and everyone.me == everyone.size - 1
+    a, b, c, d = (params[i] for i in ([0, 2, 1, 3] if odd else range(4)))
+    sgd = torch.optim.SGD(params, lr=0.1)
+    if everyone.size == 1:
+        hvd.DistributedOptimizer(sgd, named, groups=[[a, b], [c, d]])
+        return
+    words = rf"groups\[0\] differs between ranks: 0, 1 on rank 0, 0, 2 on rank {everyone.size - 1}"
+    with pytest.raises(hvd.UsageError, match=words):
+        hvd.DistributedOptimizer(sgd, named, groups=[[a, b], [c, d]])
+
+
+def backward(optimizer, steps: int = 1) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        sum(p.sum() for group in optimizer.param_groups for p in group["params"]).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_the_rule_of_the_step(everyone, hvd, broadcast):
     """Where gradients travel it makes replicas drift; weights may have been meant to."""
     lr = 0.1 + (everyone.me == everyone.size - 1)
     for algorithm in ("gradient_allreduce", "decentralized", "local_sgd"):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            wrap(hvd, partial(torch.optim.SGD, lr=lr), algorithm=algorithm)
+            optimizer = wrap(hvd, partial(torch.optim.SGD, lr=lr), algorithm=algorithm)
+            if broadcast:
+                hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+            backward(optimizer, 2)
         told = [text for w in caught if "lr differs between ranks" in (text := str(w.message))]
-        odd = everyone.size > 1 and algorithm == "gradient_allreduce"
-        assert bool(told) == (odd and everyone.me == 0)
+        odd = everyone.size > 1 and algorithm == "gradient_allreduce" and not broadcast
+        assert len(told) == (odd and everyone.me == 0)
         assert all(f"0.1 on rank 0, 1.1 on rank {everyone.size - 1}" in text for text in told)
 
 
-def test_the_rule_of_momentum(everyone, hvd):
+@pytest.mark.parametrize("warmup_steps", [1, 2])
+@pytest.mark.filterwarnings("ignore:.*betas differs between ranks")
+def test_the_rule_of_momentum(everyone, hvd, warmup_steps):
     beta = 0.9 - 0.1 * (everyone.me == everyone.size - 1)
-    make = partial(hvd.QAdam, betas=(beta, 0.999))
-    if everyone.size == 1:
-        wrap(hvd, make, algorithm=QAdam())
-        return
-    with pytest.raises(hvd.UsageError, match=r"the optimizer's betas differs between ranks"):
-        wrap(hvd, make, algorithm=QAdam())
+    make = partial(hvd.QAdam, betas=(beta, 0.999), warmup_steps=warmup_steps)
+    optimizer = wrap(hvd, make, algorithm="qadam")
+    backward(optimizer, warmup_steps // 2)  # the last one ends with the change
+    if everyone.size > 1:
+        for _ in range(2):
+            with pytest.raises(hvd.UsageError, match=r"the optimizer's betas differs between"):
+                backward(optimizer)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    backward(optimizer, 4)

@@ -24,7 +24,7 @@ from bagua.algorithms import (
     LocalSGD,
     LowPrecisionDecentralized,
 )
-from bagua.torch import outer, pieces
+from bagua.torch import outer
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -308,7 +308,9 @@ def test_who_is_interrupted_keeps_weights_that_nobody_writes(everyone, hvd):
     param.grad = torch.zeros_like(param)
     optimizer.step()
     hvd.barrier()
-    if everyone.me == 0 and everyone.size > 1:
+    if everyone.size == 1:
+        return
+    if everyone.me == 0:
 
         def give_up(*_) -> None:
             raise TimeoutError("given up")
@@ -324,58 +326,11 @@ def test_who_is_interrupted_keeps_weights_that_nobody_writes(everyone, hvd):
         assert torch.equal(param, kept)
     else:
         hvd.barrier()
-        optimizer.step()
+        with pytest.raises(hvd.PeerError, match="rank 0 was interrupted"):
+            optimizer.step()
         hvd.allreduce(torch.zeros(1))
-    optimizer.step()
-    everyones = hvd.allgather_object(optimizer.state_dict()["bagua"]["kept"]["values"])
-    mine = everyones[everyone.me]["kept.0"]["w"]
-    assert torch.equal(param, mine)
-    if everyone.size > 1:
-        right = (everyone.me + 1) % everyone.size
-        assert torch.equal(everyones[right]["kept.1"]["w"], mine)
-
-
-@pytest.mark.parametrize("when", ["step", "forward"])
-def test_an_interrupted_round_is_an_error_everywhere(everyone, hvd, when, monkeypatch):
-    """What only some ranks have completed must not become the weights of all."""
-    param = nn.Parameter(torch.ones(1000))
-    sgd = torch.optim.SGD([param], lr=0.1)
-    algorithm = LocalSGD(every=2, when=when)
-    optimizer = hvd.DistributedOptimizer(sgd, [("w", param)], algorithm=algorithm)
-
-    def step() -> None:
-        param.grad = torch.zeros_like(param)
+    with pytest.raises(hvd.BaguaError, match="was interrupted"):
         optimizer.step()
-
-    for _ in range(5):
-        step()
-    saved = copy.deepcopy(optimizer.state_dict())
-
-    def interrupt(*_) -> None:
-        raise KeyboardInterrupt
-
-    if everyone.me == 0:
-        with monkeypatch.context() as patched:
-            patched.setattr(pieces.Piece, "set_weights", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                step()
-    else:
-        step()
-    step()
-    told = []
-    for _ in range(4):
-        try:
-            step()
-        except hvd.UsageError as error:
-            told.append("interrupted in the middle of a round" in str(error))
-    assert told
-    assert all(told)
-    optimizer.load_state_dict(saved)
-    for _ in range(4):
-        step()
-    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == everyone.size
-    optimizer.settle()
-    assert (param == 1).all()
 
 
 def test_autograd_knows_of_large_weights_that_moved_when_the_step_ends(everyone, hvd):
@@ -631,6 +586,8 @@ def test_a_rank_with_fewer_batches_joins(everyone, hvd, when):
     for step in range(2 if everyone.me == 0 else 9):
         replica.backward(step)
         optimizer.step()
+    if everyone.me > 0:
+        assert optimizer.consensus_distance() < 1e-6
     hvd.join()
     for param, shape in zip(replica.params, SHAPES):
         assert torch.equal(param.detach(), noise(99, 0, shape))

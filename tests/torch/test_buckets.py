@@ -50,18 +50,33 @@ def test_gradients_that_users_have_moved(everyone, hvd, how, replaced, algorithm
         REPLACED[how](params[step % 2])
 
 
-def _start_and_move(bucket, queued, urgency):
-    type(bucket).start(bucket, urgency)
+def _move(queued):
     for grad in queued:
         grad.share_memory_()
-    for grad in queued:  # what memory that is free is used for next
-        torch.full_like(grad, 777.0)
+    # What memory that is free is used for next.
+    return [torch.full_like(grad, 777.0) for grad in queued for _ in range(4)]
+
+
+def _start_and_move(bucket, queued, urgency):
+    type(bucket).start(bucket, urgency)
+    _move(queued)
+
+
+def _move_and_fill(bucket, queued):
+    others = _move(queued)
+    type(bucket).fill(bucket)
+    del others
 
 
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "powersgd"])
 @pytest.mark.parametrize("held", ["results", "local", "views of local"])
-@pytest.mark.parametrize("size", [8, 250, 600])
-def test_gradients_that_are_moved_while_they_are_exchanged(everyone, hvd, algorithm, size, held):
+@pytest.mark.parametrize(
+    ("size", "moved"),
+    [(8, "after"), (250, "before"), (250, "after"), (600, "before"), (600, "after")],
+)
+def test_gradients_that_are_moved_while_they_are_exchanged(
+    everyone, hvd, algorithm, size, moved, held
+):
     """As a queue to another process does in a thread of its own."""
     params = [nn.Parameter(torch.zeros(size, size)), nn.Parameter(torch.zeros(size, size))]
     if is_on_device(params[0]):
@@ -81,7 +96,10 @@ def test_gradients_that_are_moved_while_they_are_exchanged(everyone, hvd, algori
         with optimizer.no_sync():  # so that all is in the arena before it is launched
             loss.backward()
         for bucket in optimizer._driver.layout.buckets:
-            bucket.start = partial(_start_and_move, bucket, queued)
+            if moved == "before":
+                bucket.fill = partial(_move_and_fill, bucket, queued)
+            else:
+                bucket.start = partial(_start_and_move, bucket, queued)
         optimizer.synchronize()
         mean = 10**step * (everyone.size + 1) / 2
         for param in params:
@@ -127,6 +145,39 @@ def test_gradients_that_go_to_other_parameters(
     step((1, 2, 0))
     step((None, 0, 2), used=(1, 2))
     step((1, None, 2), used=(0, 2))
+
+
+HOLDERS = {
+    "another parameter": lambda p, other: setattr(other, "grad", p.grad),
+    "another library": lambda p, other: np.from_dlpack(p.grad),
+}
+
+
+@pytest.mark.parametrize("holder", list(HOLDERS))
+@pytest.mark.parametrize("size", [4, 600])
+@pytest.mark.parametrize("overlap", ["always", "never"])
+def test_gradients_that_others_hold_are_only_read(
+    everyone, hvd, monkeypatch, overlap, size, holder
+):
+    config = dataclasses.replace(world().config, overlap=overlap)
+    monkeypatch.setattr(world(), "config", config)
+    param, other = (nn.Parameter(torch.zeros(size, size)) for _ in range(2))
+    if is_on_device(param) and holder == "another library":
+        pytest.skip("NumPy's memory is the host's")
+    held = []
+    param.register_post_accumulate_grad_hook(lambda p: held.append(HOLDERS[holder](p, other)))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.0))
+    for step in range(3):
+        held.clear()
+        optimizer.zero_grad()
+        other.grad = None
+        mine = 10.0**step * (everyone.me + 1)
+        (param * mine).sum().backward()
+        mean = torch.full_like(param, 10.0**step * (everyone.size + 1) / 2)
+        torch.testing.assert_close(param.grad, mean)
+        seen = np.asarray(held[0]) if holder == "another library" else other.grad.numpy(force=True)
+        np.testing.assert_array_equal(seen, mine)
+        optimizer.step()
 
 
 @pytest.mark.parametrize("size", [4, 600])

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
-
-from bagua.torch import buckets
 
 pytestmark = pytest.mark.ranks(2, 3)
 
@@ -154,38 +150,6 @@ def test_many_errors_in_flight_with_good_ones(everyone, hvd):
                 hvd.synchronize(handle)
         else:
             assert hvd.synchronize(handle).tolist() == [everyone.size] * 3
-
-
-def test_an_exchange_whose_launch_was_interrupted_is_waited_for(everyone, hvd, monkeypatch):
-    """Nobody has its handle, but what it sends must not be overwritten by the next step."""
-    param = torch.nn.Parameter(torch.zeros(3000))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), [("w", param)])
-
-    def backward(value: float) -> None:
-        optimizer.zero_grad()
-        (param * value).sum().backward()
-
-    def mean(value: float) -> float:
-        return value + (everyone.size - 1) / 2
-
-    backward(everyone.me)  # the order of gradients is learned
-    if everyone.me == 0:
-        launch = buckets.core.launch
-
-        def interrupted(*args):
-            launch(*args)
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patched:
-            patched.setattr(buckets.core, "launch", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                backward(10)
-    else:
-        time.sleep(0.3)
-        backward(10 + everyone.me)
-        assert (param.grad == mean(10)).all()
-    backward(20 + everyone.me)
-    assert (param.grad == mean(20)).all()
 
 
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "local_sgd"])

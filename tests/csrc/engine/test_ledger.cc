@@ -177,6 +177,35 @@ TEST(Ledger, RefusalWaitsForTheOthersThenFailsAll) {
   EXPECT_FALSE(book.ledger.any_open());
 }
 
+TEST(Ledger, AWithdrawalEndsWhatBeginsSoNowAndLater) {
+  Book book(3);
+  const int32_t known = book.know("a.known", sum_of(1));
+  const int32_t other = book.know("ab", sum_of(1));
+  book.bit(0, known);
+  book.bit(2, known);
+  book.tell(2, full("a.new", sum_of(1)));
+  book.bit(2, other);
+  book.tell(1, {{"a.", 0}, "", "was interrupted", true});
+  const auto now = book.take();
+  ASSERT_EQ(now.rejections.size(), 2u);
+  for (const auto& rejection : now.rejections) {
+    const bool is_new = rejection.key.name == "a.new";
+    EXPECT_EQ(rejection.text, rejection.key.name + ": rank 1 was interrupted");
+    EXPECT_EQ(rejection.kind, ErrorKind::kPeer);
+    EXPECT_EQ(rejection.ranks, is_new ? std::vector<int>{2} : (std::vector<int>{0, 2}));
+  }
+  for (const int rank : {0, 1, 2}) {
+    book.bit(rank, known);
+    EXPECT_EQ(book.take().rejections.at(0).ranks, std::vector<int>{rank});
+    book.tell(rank, full("a.later", sum_of(1)));
+    EXPECT_EQ(book.take().rejections.at(0).ranks, std::vector<int>{rank});
+  }
+  book.bit(0, other);
+  book.bit(1, other);
+  EXPECT_EQ(book.take().agreed.size(), 1u);
+  EXPECT_FALSE(book.ledger.any_open());
+}
+
 // A rank that was not asked, or whose first try was refused at once, may have another of that name.
 TEST(Ledger, RejectionsMeanOnlyThoseWhoseRequestTheyEnd) {
   Book book(3);
