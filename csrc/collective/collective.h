@@ -32,12 +32,13 @@ class Scratch {
   // What others on this node may look at comes from `arenas`, where there are any.
   explicit Scratch(std::shared_ptr<Arenas> arenas = nullptr) : arenas_(std::move(arenas)) {}
   char* get(Lane lane, size_t nbytes);
-  // Of writing into stages past the caches (way 1) or not, for about so many bytes, by as many
-  // threads.
-  Pace& stage_pace(OpKind kind, size_t nbytes, int width) {
+  // Of writing past the caches (way 1) or not, into stages or into everybody's arenas, for about so
+  // many bytes, by as many threads.
+  enum class Into { kStages, kArenas };
+  Pace& pace(Into into, OpKind kind, size_t nbytes, int width) {
     size_t at = 0;
     while (at + 1 < kPaces && nbytes >> at) ++at;
-    return stage_paces_[{kind, width, at}];
+    return paces_[{into, kind, width, at}];
   }
 
  private:
@@ -48,7 +49,7 @@ class Scratch {
   const std::shared_ptr<Arenas> arenas_;
   Memory lanes_[kLaneCount];
   static constexpr size_t kPaces = 40;
-  std::map<std::tuple<OpKind, int, size_t>, Pace> stage_paces_;  // by width, by power of two
+  std::map<std::tuple<Into, OpKind, int, size_t>, Pace> paces_;  // by width, by power of two
 };
 
 struct Collective;

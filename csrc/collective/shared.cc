@@ -17,6 +17,8 @@ namespace {
 
 // Up to this many bytes of all ranks together one step beats two.
 constexpr size_t kSmallNbytes = 32 << 10;
+// From so many bytes on it is worth finding out whether to write past the caches.
+constexpr size_t kVariesNbytes = 1 << 20;
 
 // Slices that begin on cache lines, so that no line is written by two ranks.
 Slice lines_of(const Job& job, int i) {
@@ -63,21 +65,22 @@ void small(Job& job) {
   stage.leave();
 }
 
-void in_arenas(Job& job, const std::vector<char*>& data) {
+// Writing again what somebody has read waits for their caches; past the caches it does not, but
+// what was read has to leave them. Where ranks share a cache the first is faster, elsewhere by far
+// the second. `past_caches` is what the first rank chose.
+void in_arenas(Job& job, const std::vector<char*>& data, Pace& pace, bool past_caches) {
   Group& group = job.group;
   const Slice slice = lines_of(job, group.me());
   std::vector<void*> targets;
   for (char* base : data) targets.push_back(base + slice.begin * static_cast<int64_t>(job.item()));
-  const bool stream = job.nbytes() >= kStreamNbytes;
-  job.reduce({targets.data(), group.size(), stream ? group.size() : 0}, targets.data(),
+  const double began_s = now_s();
+  job.reduce({targets.data(), group.size(), past_caches ? group.size() : 0}, targets.data(),
              group.size(), slice.count, job.finish);
-  if (stream) stream_fence();
+  if (past_caches) stream_fence();
   group.step();
+  pace.took(past_caches, (now_s() - began_s) / static_cast<double>(job.nbytes()));
 }
 
-// Writing again what somebody has read waits for their caches; past the caches it does not, but the
-// reading takes longer. Where ranks share a cache the first is faster, elsewhere by far the second.
-//
 // In rounds, each over a piece of every slice. My piece of slice i is at place i of my stage; the
 // reduced piece of my own slice takes the place where it would have been. With `width` threads of
 // every rank pieces are as many times larger, so that each has as much to do as one alone.
@@ -97,7 +100,7 @@ void staged(Job& job, int width) {
   };
   std::vector<const void*> srcs(static_cast<size_t>(n));
   const int64_t rounds = (longest + piece - 1) / piece;
-  Pace& pace = job.scratch.stage_pace(OpKind::kAllreduce, job.nbytes(), width);
+  Pace& pace = job.scratch.pace(Scratch::Into::kStages, OpKind::kAllreduce, job.nbytes(), width);
   int stream = pace.last();  // until the first rank has said
   double began_s = now_s();
   for (int64_t round = 0; round < rounds; ++round) {
@@ -148,7 +151,11 @@ void shared(Job& job) {
   group.settle();
   const Place mine = job.data ? group.node()->arenas()->find(job.data, job.nbytes()) : Place();
   // What is in many small places is no work for several threads.
-  const Note own{mine, job.fragments.empty() ? job.width() : 1};
+  const int threads = job.fragments.empty() ? job.width() : 1;
+  Pace& pace = job.scratch.pace(Scratch::Into::kArenas, OpKind::kAllreduce, job.nbytes(), threads);
+  const bool varies = job.nbytes() >= kVariesNbytes;
+  const int way = varies && !mine.nowhere() && group.me() == 0 ? pace.choose() : 0;
+  const Note own{mine, 2 * threads + way};
   auto notes = group.step(own);
   notes[static_cast<size_t>(group.me())] = own;
   const bool everywhere = std::none_of(notes.begin(), notes.end(),
@@ -156,10 +163,10 @@ void shared(Job& job) {
   std::vector<char*> data;
   for (int i = 0; everywhere && i < n; ++i)
     data.push_back(i == group.me() ? job.data : group.at(i, notes[static_cast<size_t>(i)].place));
-  if (everywhere) return in_arenas(job, data);
+  if (everywhere) return in_arenas(job, data, pace, notes[0].number % 2);
   const auto narrowest = std::min_element(
       notes.begin(), notes.end(), [](const Note& a, const Note& b) { return a.number < b.number; });
-  const auto width = static_cast<int>(narrowest->number);
+  const auto width = static_cast<int>(narrowest->number / 2);
   staged(job, width < n ? 1 : width);  // pieces of a slice would be too small to share
 }
 

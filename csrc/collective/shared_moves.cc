@@ -43,7 +43,7 @@ class Move {
     shown_ = shown_ && most_ > kCopiedNbytes;
     const bool given_by_one = kind == OpKind::kBroadcast;
     const size_t nbytes = given_by_one ? job.nbytes() : static_cast<size_t>(total);
-    pace_ = &job.scratch.stage_pace(kind, nbytes, job.width());
+    pace_ = &job.scratch.pace(Scratch::Into::kStages, kind, nbytes, job.width());
     past_ = pace_->last();
   }
 

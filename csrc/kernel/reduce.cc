@@ -11,7 +11,9 @@
 namespace bagua {
 namespace {
 
-constexpr int64_t kBlock = 2048;  // elements reduced at a time: accumulators stay in L1
+// Elements reduced at a time. Accumulators stay in L1, and so do the sources: where they are
+// targets, too, they are written before they have left it.
+constexpr int64_t kBlock = 512;
 
 // An element type: what its values are accumulated in, and the way there and back.
 template <class T, class A = T>

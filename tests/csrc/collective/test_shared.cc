@@ -138,9 +138,24 @@ TEST(Shared, WithHelpers) {
   }
 }
 
-TEST(Shared, LargeResultsPastTheCaches) {
-  check(2, DType::kF32, (5 << 20) + 3, 1, Where::kArenas);
-  check(3, DType::kF32, (5 << 20) + 3, 0, Where::kMixed);
+// The first rank tries both ways, and everybody follows.
+TEST(Shared, ThroughTheCachesAndPastThem) {
+  for (const DType dtype : {DType::kF32, DType::kF16})
+    with_jobs(3, dtype, [&](int rank, Job& job) {
+      job.count = (1 << 20) + 5;
+      const auto memory = job.group.node()->arenas()->allocate(job.nbytes());
+      job.data = memory.get();
+      for (const int way : {0, 1}) {
+        for (int64_t i = 0; i < job.count; ++i) put(dtype, job.data, i, small_number(rank, i));
+        shared(job);
+        for (int64_t i = 0; i < job.count; ++i)
+          ASSERT_EACH_EQ(get(dtype, job.data, i), oracle(ReduceOp::kSum, 3, i)) << "at " << i;
+        const auto into = Scratch::Into::kArenas;
+        EXPECT_EQ(job.scratch.pace(into, OpKind::kAllreduce, job.nbytes(), 1).last(), way);
+      }
+    });
+  check(2, DType::kF32, (5 << 20) + 3, 1, Where::kArenas, 4);
+  check(3, DType::kF32, (5 << 20) + 3, 0, Where::kMixed, 2);
 }
 
 TEST(Shared, OneAfterTheOther) {
