@@ -26,8 +26,9 @@ from bagua.common.core import core
 from bagua.common.errors import BaguaError, PeerError, UsageError
 from bagua.common.heap import give_back_freed, keep_freed
 from bagua.common.kinds import Kind, Urgency
-from bagua.common.machine import core_share, machine, usable_cores
+from bagua.common.machine import core_share
 from bagua.common.meeting import (
+    Card,
     Communicator,
     by_host,
     communicator_of,
@@ -50,13 +51,27 @@ class World:
     def __init__(self, comm: MPI.Comm, config: Config) -> None:
         self.config = config
         self._parent = comm
-        meet(comm, config.start_timeout_s)
-        message_comm = private_copy(comm, "messages")
-        comm = private_copy(comm, "engine")
-        self._comm = comm  # the engine uses it until it stops
+        timeout_s = config.start_timeout_s
         self.rank: int = comm.rank
         self.size: int = comm.size
-        hosts = introduce(comm, config)
+        card, error = Card(), None
+        try:
+            card.write(config)
+            settings = self._settings()
+            listener = self._listen(card)
+        except Exception as problem:  # told to those who would wait for this rank
+            error = problem
+            card.excuse(self.rank, problem)
+        meet(comm, timeout_s)
+        message_comm = private_copy(comm, "messages", timeout_s)
+        self._comm = private_copy(comm, "engine", timeout_s)  # the engine's until it stops
+        try:
+            cards = introduce(self._comm, card, timeout_s)
+        except BaguaError:
+            if error is not None:
+                raise error from None
+            raise
+        hosts = [card.host for card in cards]
         mine = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         self.local_rank = mine.index(self.rank)
         self.local_size = len(mine)
@@ -65,8 +80,9 @@ class World:
         self.cross_size = len(peers)
         self.is_homogeneous = len({len(ranks) for ranks in by_host(hosts)}) == 1
         self.process_sets: dict[int, ProcessSet] = {}
-        self.core_count = 1.0  # this rank's share of its machine
-        self.engine = self._start_engine(hosts)
+        here = [other.cores for other in cards if other.machine == card.machine]
+        self.core_count = core_share(card.cores, here)  # this rank's share of its machine
+        self.engine = self._start_engine(settings, listener, cards)
         self.messages = Messages(message_comm, self.engine, config)
         global_process_set.ranks = list(range(self.size))
         global_process_set._bind(0, self.rank)
@@ -85,39 +101,36 @@ class World:
             return self.config.overlap == "always"
         return self.local_size < self.size or self.core_count >= busy_threads + 1
 
-    def _start_engine(self, hosts: list[str]) -> Any:
-        comm = self._comm
+    def _settings(self) -> dict[str, Any]:
+        """What the engine is told of this rank."""
         settings = asdict(self.config)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             settings["inline_drive"] = False  # keeps all MPI on the coordination thread
-        places = comm.allgather((os.getpid(), machine(), usable_cores()))
-        _, here, mine = places[self.rank]
-        self.core_count = core_share(mine, [cores for _, there, cores in places if there == here])
+        settings["nccl_path"] = library_path()
+        settings["nccl_shares_gpu"] = nccl_shares_gpu()
+        return settings
+
+    def _listen(self, card: Card) -> Any:
+        """Where the others' control connections arrive, which is on rank 0."""
+        if self.rank != 0:
+            return None
+        listener = core.Listener(self.size, self.config.network_interfaces)
+        card.address = listener.address
+        return listener
+
+    def _start_engine(self, settings: dict[str, Any], listener: Any, cards: list[Card]) -> Any:
         if settings["helpers"] < 0:
             settings["helpers"] = min(max(self.core_count - 1, 0), _MOST_HELPERS)
         settings["helpers"] = int(settings["helpers"])
         if self.core_count < 1:
             settings["spin_us"] = 0.0  # spinning would take the core a peer needs
-        settings["nccl_path"] = library_path()
-        settings["nccl_shares_gpu"] = nccl_shares_gpu()
-        names = [f"host {host}, pid {pid}" for host, (pid, *_) in zip(hosts, places)]
-        listener, address = None, None
-        if self.rank == 0:
-            try:
-                listener = core.Listener(self.size, self.config.network_interfaces)
-                address = listener.address
-            except BaguaError as problem:
-                address = problem
-        address = comm.bcast(address)
-        if isinstance(address, BaguaError):
-            raise address  # rank 0's, on every rank: nobody waits for it
         return core.Engine(
-            communicator=MPI._addressof(comm),
+            communicator=MPI._addressof(self._comm),
             listener=listener,
-            address=address,
+            address=cards[0].address,
             rank=self.rank,
             settings=settings,
-            names=names,
+            names=[f"host {card.host}, pid {card.pid}" for card in cards],
         )
 
     def request(

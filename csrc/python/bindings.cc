@@ -58,8 +58,8 @@ std::shared_ptr<Engine> start_engine(uintptr_t communicator, SocketListener* lis
   auto channel = listener ? listener->accept(config.start_timeout_s)
                           : connect_channel(address, rank, config.start_timeout_s);
   std::string why_not;
-  auto transport =
-      connect_mpi(reinterpret_cast<void*>(communicator), config.shared_memory, why_not);
+  auto transport = connect_mpi(reinterpret_cast<void*>(communicator), config.shared_memory,
+                               config.start_timeout_s, why_not);
   if (!why_not.empty() && config.needs_shared_memory)
     throw UsageError("transport='shm' cannot be used: " + why_not);
   share_rings(*channel, *transport, config.start_timeout_s);

@@ -3,10 +3,14 @@
 #include <mpi.h>
 
 #include <algorithm>
+#include <exception>
 #include <numeric>
+#include <thread>
 #include <vector>
 
+#include "common/clock.h"
 #include "common/errors.h"
+#include "common/memory.h"
 #include "transport/node.h"
 
 namespace bagua {
@@ -24,7 +28,67 @@ void check(int code, const char* call) {
   throw PeerError(std::string(call) + ": " + std::string(text, length));
 }
 
-// A communicator of the ranks on this machine, while it is needed.
+// What every rank of a communicator gives, in their order, if all give something in time.
+class RollCall {
+ public:
+  RollCall(MPI_Comm comm, double deadline_s) : comm_(comm), deadline_s_(deadline_s) {
+    int size = 0;
+    check(MPI_Comm_size(comm, &size), "MPI_Comm_size");
+    counts_.resize(static_cast<size_t>(size));
+  }
+  RollCall(const RollCall&) = delete;
+  // Of whoever gives up MPI may still write to it.
+  static std::vector<std::string> of(MPI_Comm comm, const std::string& mine, double deadline_s) {
+    const auto call = std::make_shared<RollCall>(comm, deadline_s);
+    try {
+      return call->exchange(mine);
+    } catch (...) {
+      keep_for_ever(call);
+      throw;
+    }
+  }
+
+ private:
+  std::vector<std::string> exchange(const std::string& mine) {
+    mine_ = mine;
+    nbytes_ = static_cast<int>(mine_.size());
+    MPI_Request request;
+    check(MPI_Iallgather(&nbytes_, 1, MPI_INT, counts_.data(), 1, MPI_INT, comm_, &request),
+          "MPI_Iallgather");
+    complete(request);
+    begins_.resize(counts_.size());
+    std::partial_sum(counts_.begin(), counts_.end() - 1, begins_.begin() + 1);
+    all_.resize(static_cast<size_t>(begins_.back() + counts_.back()));
+    check(MPI_Iallgatherv(mine_.data(), nbytes_, MPI_BYTE, all_.data(), counts_.data(),
+                          begins_.data(), MPI_BYTE, comm_, &request),
+          "MPI_Iallgatherv");
+    complete(request);
+    std::vector<std::string> parts;
+    for (size_t i = 0; i < counts_.size(); ++i)
+      parts.push_back(
+          all_.substr(static_cast<size_t>(begins_[i]), static_cast<size_t>(counts_[i])));
+    return parts;
+  }
+
+  void complete(MPI_Request request) const {
+    for (int flag = 0;;) {
+      check(MPI_Test(&request, &flag, MPI_STATUS_IGNORE), "MPI_Test");
+      if (flag) return;
+      if (now_s() > deadline_s_)
+        throw PeerError("not all ranks got as far as shared memory in time (start_timeout_s)");
+      std::this_thread::yield();
+    }
+  }
+
+  const MPI_Comm comm_;
+  const double deadline_s_;
+  std::string mine_, all_;
+  int nbytes_ = 0;
+  std::vector<int> counts_, begins_;
+};
+
+// A communicator of the ranks on this machine, while it is needed. MPI makes none without waiting;
+// that all are there is known from their control connections.
 class Local {
  public:
   Local(MPI_Comm comm, int rank) {
@@ -32,55 +96,44 @@ class Local {
           "MPI_Comm_split_type");
     MPI_Comm_size(comm_, &size_);
   }
-  ~Local() { MPI_Comm_free(&comm_); }
+  ~Local() {
+    if (std::uncaught_exceptions() == 0) MPI_Comm_free(&comm_);  // else somebody is missing
+  }
   Local(const Local&) = delete;
   int size() const { return size_; }
-
-  // What every rank gives, in order.
-  std::vector<std::string> exchange(const std::string& mine) const {
-    const int nbytes = static_cast<int>(mine.size());
-    std::vector<int> counts(static_cast<size_t>(size_)), begins(counts.size());
-    check(MPI_Allgather(&nbytes, 1, MPI_INT, counts.data(), 1, MPI_INT, comm_), "MPI_Allgather");
-    std::partial_sum(counts.begin(), counts.end() - 1, begins.begin() + 1);
-    std::string all(static_cast<size_t>(begins.back() + counts.back()), 0);
-    check(MPI_Allgatherv(mine.data(), nbytes, MPI_BYTE, all.data(), counts.data(), begins.data(),
-                         MPI_BYTE, comm_),
-          "MPI_Allgatherv");
-    std::vector<std::string> parts;
-    for (size_t i = 0; i < counts.size(); ++i)
-      parts.push_back(all.substr(static_cast<size_t>(begins[i]), static_cast<size_t>(counts[i])));
-    return parts;
-  }
+  MPI_Comm comm() const { return comm_; }
 
  private:
   MPI_Comm comm_ = MPI_COMM_NULL;
   int size_ = 0;
 };
 
-std::unique_ptr<Node> meet(MPI_Comm comm, int rank, std::string& why_not) {
+std::unique_ptr<Node> meet(MPI_Comm comm, int rank, double deadline_s, std::string& why_not) {
   const Local local(comm, rank);
   if (local.size() == 1) return nullptr;
+  const auto exchange = [&](const std::string& mine) {
+    return RollCall::of(local.comm(), mine, deadline_s);
+  };
   std::vector<int> ranks;
-  for (const std::string& text : local.exchange(std::to_string(rank)))
-    ranks.push_back(std::stoi(text));
-  return Node::meet(
-      ranks, rank, [&](const std::string& mine) { return local.exchange(mine); }, why_not);
+  for (const std::string& text : exchange(std::to_string(rank))) ranks.push_back(std::stoi(text));
+  return Node::meet(ranks, rank, exchange, why_not);
 }
 
 class MpiTransport : public Transport {
  public:
-  MpiTransport(MPI_Comm comm, bool shared_memory, std::string& why_not) : comm_(comm) {
+  MpiTransport(MPI_Comm comm, bool shared_memory, double timeout_s, std::string& why_not)
+      : comm_(comm) {
     check(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
     check(MPI_Comm_size(comm_, &size_), "MPI_Comm_size");
     // Errors come back as codes and become exceptions instead of ending the process.
     check(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
     if (!shared_memory) return;
-    node_ = meet(comm_, rank_, why_not);
+    const double deadline_s = now_s() + timeout_s;
+    node_ = meet(comm_, rank_, deadline_s, why_not);
     // A node goes by the first of its ranks.
     const int mine = node_ ? node_->first_rank() : rank_;
-    node_numbers_.resize(static_cast<size_t>(size_));
-    check(MPI_Allgather(&mine, 1, MPI_INT, node_numbers_.data(), 1, MPI_INT, comm_),
-          "MPI_Allgather");
+    for (const std::string& text : RollCall::of(comm_, std::to_string(mine), deadline_s))
+      node_numbers_.push_back(std::stoi(text));
   }
   int rank() const override { return rank_; }
   int size() const override { return size_; }
@@ -168,10 +221,10 @@ class MpiTransport : public Transport {
 
 }  // namespace
 
-std::unique_ptr<Transport> connect_mpi(void* communicator, bool shared_memory,
+std::unique_ptr<Transport> connect_mpi(void* communicator, bool shared_memory, double timeout_s,
                                        std::string& why_not) {
   return std::make_unique<MpiTransport>(*static_cast<MPI_Comm*>(communicator), shared_memory,
-                                        why_not);
+                                        timeout_s, why_not);
 }
 
 std::string mpi_compiled() {

@@ -470,6 +470,39 @@ if MPI.COMM_WORLD.rank == 1:
     assert "start_timeout_s" in result.stdout[0]
 
 
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_rank_that_fails_in_init_alone(run, culprit):
+    result = run(
+        3,
+        """
+try:
+    bagua.init()
+except Exception as error:
+    say(type(error).__name__, error)
+meet()
+bagua.init()
+say("sum", bagua.allreduce(one(), op=bagua.Sum)[0])
+""",
+        start=f"""
+from mpi4py import MPI
+from bagua.common import meeting
+me, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+usable_cores = meeting.usable_cores
+
+def fail_once():
+    meeting.usable_cores = usable_cores
+    raise OSError("no cores to be seen")
+
+if me == {culprit}:
+    meeting.usable_cores = fail_once
+""",
+    )
+    for rank in range(3):
+        word = f"PeerError rank {culprit} failed in init: OSError: no cores to be seen"
+        assert ("OSError no cores" if rank == culprit else word) in result.stdout[rank], result
+        assert "sum 3.0" in result.stdout[rank], result
+
+
 @pytest.mark.parametrize(
     ("field", "values"),
     [("fusion_mb", ("1", "2")), ("allreduce", ("ring", "auto")), ("bucket_mb", ("5", "25"))],
