@@ -78,8 +78,10 @@ class Hosts:
         ]
 
     @contextlib.contextmanager
-    def mpirun(self, ranks: int | Sequence[int]) -> Iterator[list[str]]:
-        """The beginning of a command that starts so many ranks on every host, or on each."""
+    def mpirun(self, ranks: int | Sequence[int], dealt: bool = False) -> Iterator[list[str]]:
+        """The beginning of a command that starts so many ranks on every host, or on each: side by
+        side, or dealt out to the hosts one by one.
+        """
         of_host = [ranks] * self.count if isinstance(ranks, int) else list(ranks)
         if len(of_host) != self.count:
             raise ValueError(f"numbers of ranks for {len(of_host)} hosts: there are {self.count}")
@@ -100,6 +102,7 @@ class Hosts:
                 *("--prtemca", "plm_ssh_agent", str(agent), "--host", where),
                 *("--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp"),
                 *("--mca", "btl_tcp_if_include", f"{_SUBNET}.0/24"),
+                *("--map-by", "node" if dealt else "slot"),
                 *("-n", str(sum(of_host))),
             ]
 

@@ -7,7 +7,8 @@ and what a flat ring takes that goes through all ranks, host by host. Then for e
 time, what the busiest host sent, how often that is the least possible, and how busy its link was.
 
 N bytes between k hosts: every host must send 2 (k-1)/k N, which for two hosts is N. In a flat ring
-of n ranks one rank of each host sends to the next host: 2 (n-1)/n N. Both are payload alone. What
+of n ranks one rank of each host sends to the next host: 2 (n-1)/n N; or, with --dealt, all of them
+do. Both are payload alone. What
 was sent is what the link counts: with the headers of every packet, 4.6 % where segments are full,
 and with what ranks say to each other, the barrier before each run among it. Busy is its share of
 what the link could have carried in that time: its rate, and the burst that an idle one has saved.
@@ -57,9 +58,12 @@ def least(nbytes: int, hosts: int) -> float:
     return 2 * (hosts - 1) / hosts * nbytes
 
 
-def flat_ring(nbytes: int, hosts: int, ranks: int) -> float:
-    """Payload that each host sends in a ring of all ranks, `ranks` on each host side by side."""
-    return least(nbytes, hosts * ranks) if hosts > 1 else 0.0
+def flat_ring(nbytes: int, hosts: int, ranks: int, dealt: bool = False) -> float:
+    """Payload that each host sends in a ring of all ranks: `ranks` on each host, side by side or
+    dealt out one by one, so that nobody's neighbors are on its own host.
+    """
+    leaving = ranks if dealt else 1
+    return leaving * least(nbytes, hosts * ranks) if hosts > 1 else 0.0
 
 
 def verify(
@@ -116,11 +120,11 @@ def measure(collective: str, sizes: list[int]) -> dict[str, Figure]:
     return figures
 
 
-def report(figures: Figures, hosts: int, ranks: int) -> str:
+def report(figures: Figures, hosts: int, ranks: int, dealt: bool = False) -> str:
     lines = []
     for size, row in figures.items():
         nbytes = int(size)
-        lowest, ring = least(nbytes, hosts), flat_ring(nbytes, hosts, ranks)
+        lowest, ring = least(nbytes, hosts), flat_ring(nbytes, hosts, ranks, dealt)
         at_best_s = lowest / next(iter(row.values())).bytes_per_s
         lines += [
             f"{nbytes} bytes: a host must send {shown(lowest)}, in {at_best_s * 1e3:.2f} ms; "
@@ -152,6 +156,7 @@ def main() -> int:
     )
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2, help="on every host")
+    parser.add_argument("--dealt", action="store_true", help="ranks to hosts, one by one in turns")
     parser.add_argument("--rate", default="1gbit", help="of every link, as tc takes it")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="in bytes")
     parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)
@@ -166,16 +171,21 @@ def main() -> int:
     figures: Figures = {}
     output = FOLDER / "network.rank.json"
     sizes = [str(nbytes) for nbytes in options.sizes]
-    with Hosts(options.hosts, options.rate) as hosts, hosts.mpirun(options.ranks) as mpirun:
+    with (
+        Hosts(options.hosts, options.rate) as hosts,
+        hosts.mpirun(options.ranks, options.dealt) as mpirun,
+    ):
         for collective in COLLECTIVES:
             program = [sys.executable, "-m", "benchmarks.network", "--sizes", *sizes, "--as-rank"]
             subprocess.run([*mpirun, *program, collective, str(output)], check=True)
             for nbytes, figure in json.loads(output.read_text()).items():
                 figures.setdefault(nbytes, {})[collective] = Figure(**figure)
             output.unlink()
-    print(f"{options.hosts} hosts of {options.ranks} ranks, links of {options.rate}")
-    print(report(figures, options.hosts, options.ranks))
-    path = FOLDER / f"network.{options.hosts}x{options.ranks}.json"
+    placed = ", dealt out one by one" if options.dealt else ""
+    print(f"{options.hosts} hosts of {options.ranks} ranks{placed}, links of {options.rate}")
+    print(report(figures, options.hosts, options.ranks, options.dealt))
+    kind = ".dealt" if options.dealt else ""
+    path = FOLDER / f"network.{options.hosts}x{options.ranks}{kind}.json"
     told = {
         size: {name: {**asdict(figure), "busy": figure.busy()} for name, figure in row.items()}
         for size, row in figures.items()

@@ -8,16 +8,19 @@ import torch
 from benchmarks.network import Figure, flat_ring, least, report, verify
 
 
-def sent_over_ring(nbytes: int, hosts: int, ranks: int) -> float:
-    """By one host: each rank sends a chunk to the right in each of 2 (n-1) steps."""
+def sent_over_ring(nbytes: int, hosts: int, ranks: int, dealt: bool) -> float:
+    """By the first host: each rank sends a chunk to the right in each of 2 (n-1) steps."""
     n = hosts * ranks
-    leaving = [rank for rank in range(ranks) if (rank + 1) % n // ranks != 0]
+    host_of = [rank % hosts if dealt else rank // ranks for rank in range(n)]
+    leaving = [rank for rank in range(n) if host_of[rank] == 0 and host_of[(rank + 1) % n] != 0]
     return len(leaving) * 2 * (n - 1) * nbytes / n
 
 
+@pytest.mark.parametrize("dealt", [False, True])
 @pytest.mark.parametrize(("hosts", "ranks"), [(1, 3), (2, 1), (2, 2), (3, 2), (4, 1)])
-def test_a_flat_ring_sends_what_leaves_a_host(hosts, ranks):
-    assert flat_ring(1200, hosts, ranks) == pytest.approx(sent_over_ring(1200, hosts, ranks))
+def test_a_flat_ring_sends_what_leaves_a_host(hosts, ranks, dealt):
+    sent = sent_over_ring(1200, hosts, ranks, dealt)
+    assert flat_ring(1200, hosts, ranks, dealt) == pytest.approx(sent)
 
 
 def test_two_hosts_must_send_the_vector_once():
