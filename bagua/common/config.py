@@ -122,6 +122,12 @@ class Config:
     nccl: bool = _setting(
         True, "let NCCL move what is on GPUs, where every rank has it and a GPU", agree=True
     )
+    nccl_register: bool = _setting(
+        False,
+        "register what gradients on GPUs are gathered in with NCCL (2.19 or newer), which then "
+        "makes no copies of it where NVLink or the network can do without",
+        agree=True,
+    )
     allow_shared_gpu: bool = _setting(
         False, "let several ranks train on one GPU, which makes none of them faster", agree=True
     )

@@ -11,6 +11,8 @@ import torch
 from bagua.common.core import core
 from bagua.common.errors import BaguaError, UsageError
 from bagua.common.kinds import DTYPE_NUMBER, DTYPES
+from bagua.common.nccl import library_path
+from bagua.common.warn import warn
 from bagua.common.world import world
 
 _DTYPE_NUMBER = {getattr(torch, name): number for number, name in enumerate(DTYPES)}
@@ -36,11 +38,17 @@ def arena_of(
     engine keeps of each value until the next time.
     """
     on_device: list[torch.Tensor] = []
+    registered = False
 
     def allocate(nbytes: int) -> tuple[int, torch.Tensor]:
+        nonlocal registered
         kind = torch.float32 if on_device else dtype  # the arena is the first
-        memory = torch.zeros(nbytes // kind.itemsize, dtype=kind, device=like.device)
-        on_device.append(memory)
+        memory = None if on_device or about.get("codec") else _registrable(nbytes, like)
+        if memory is None:
+            memory = torch.zeros(nbytes, dtype=torch.uint8, device=like.device)
+        else:
+            registered = True
+        on_device.append(memory.view(kind))
         return memory.data_ptr(), memory
 
     bucket = core.Bucket(
@@ -50,9 +58,23 @@ def arena_of(
         allocate=allocate,
         **about,
     )
+    if registered:
+        bucket.use_registered()
     if on_device:
         return bucket, on_device[0], on_device[1:]
     return bucket, tensor_over(bucket, dtype), [tensor_over(m, torch.float32) for m in bucket.kept]
+
+
+def _registrable(nbytes: int, like: torch.Tensor) -> torch.Tensor | None:
+    """Memory that NCCL can register, where that is wished."""
+    config = world().config
+    if nbytes == 0 or not (config.nccl and config.nccl_register):
+        return None
+    memory = core.nccl_memory(device_of(like), library_path(), nbytes)
+    if memory is None:
+        warn("nccl_register has no effect: there is no NCCL here that can, 2.19 or newer")
+        return None
+    return torch.as_tensor(memory, device=like.device).zero_()
 
 
 def tensor_over(memory: Any, dtype: torch.dtype, begin: int = 0, count: int = -1) -> torch.Tensor:

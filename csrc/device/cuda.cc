@@ -117,6 +117,10 @@ class CudaDevice : public Device {
     const Current current(number_);
     check(cudaStreamSynchronize(as_stream(stream)), "cudaStreamSynchronize");
   }
+  void drain_all() override {
+    const Current current(number_);
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  }
 
   std::shared_ptr<char> allocate(size_t nbytes) override {
     const Current current(number_);

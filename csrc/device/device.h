@@ -41,6 +41,8 @@ class Device {
   virtual void copy(void* to, const void* from, size_t nbytes, Stream stream) = 0;
   // Waits until the stream has nothing to do.
   virtual void drain(Stream stream) = 0;
+  // The same of all streams.
+  virtual void drain_all() = 0;
 
   // Keeps an owner of memory until the mark is reached, and lets go of those whose marks are.
   void keep_until(const Mark& mark, std::shared_ptr<void> owner);

@@ -13,9 +13,12 @@ constexpr int kOldest = 21800;
 // Sets each function; the name of one that is missing, or nothing.
 std::string fill(NcclLibrary& library, void* handle) {
   std::string missing;
-  const auto find = [&](auto& function, const char* name) {
+  const auto find_any = [&](auto& function, const char* name) {
     function = reinterpret_cast<std::decay_t<decltype(function)>>(::dlsym(handle, name));
-    if (!function) missing = name;
+    return function != nullptr;
+  };
+  const auto find = [&](auto& function, const char* name) {
+    if (!find_any(function, name)) missing = name;
   };
   find(library.error_string, "ncclGetErrorString");
   find(library.get_version, "ncclGetVersion");
@@ -36,6 +39,10 @@ std::string fill(NcclLibrary& library, void* handle) {
   find(library.recv, "ncclRecv");
   find(library.create_scaled_sum, "ncclRedOpCreatePreMulSum");
   find(library.destroy_op, "ncclRedOpDestroy");
+  find_any(library.mem_alloc, "ncclMemAlloc");
+  find_any(library.mem_free, "ncclMemFree");
+  find_any(library.comm_register, "ncclCommRegister");
+  find_any(library.comm_deregister, "ncclCommDeregister");
   return missing;
 }
 

@@ -75,6 +75,14 @@ struct NcclLibrary {
   NcclResult (*recv)(void* out, size_t count, NcclType, int from, Comm, Stream) = nullptr;
   NcclResult (*create_scaled_sum)(NcclOp*, void* scalar, NcclType, int residence, Comm) = nullptr;
   NcclResult (*destroy_op)(NcclOp, Comm) = nullptr;
+
+  // Since 2.19, else null: memory that NCCL reaches without a copy of its own, once a communicator
+  // knows it.
+  NcclResult (*mem_alloc)(void** memory, size_t nbytes) = nullptr;
+  NcclResult (*mem_free)(void* memory) = nullptr;
+  NcclResult (*comm_register)(Comm, void* memory, size_t nbytes, void** handle) = nullptr;
+  NcclResult (*comm_deregister)(Comm, void* handle) = nullptr;
+  bool registers() const { return mem_alloc && mem_free && comm_register && comm_deregister; }
 };
 
 // The library that the process has loaded already, as torch does; else the one at `path`, unless it

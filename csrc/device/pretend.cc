@@ -158,6 +158,15 @@ void PretendDevice::drain(Stream stream) {
   static_cast<Reached*>(here.get())->wait();
 }
 
+void PretendDevice::drain_all() {
+  std::vector<Stream> all;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& worker : workers_) all.push_back(worker.get());
+  }
+  for (const Stream stream : all) drain(stream);
+}
+
 std::string PretendDevice::identity() const {
   std::string bytes(16, '\0');
   const auto* me = this;

@@ -31,6 +31,7 @@ class PretendDevice : public Device {
   bool captured(const Mark& mark) const override;
   void copy(void* to, const void* from, size_t nbytes, Stream stream) override;
   void drain(Stream stream) override;
+  void drain_all() override;
   std::shared_ptr<char> allocate(size_t nbytes) override;
   void clear(char* memory, size_t nbytes, Stream stream) override;
   Stream add_stream() override;

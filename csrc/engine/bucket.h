@@ -60,6 +60,11 @@ class Bucket {
   // that are captured with it: others would be drawn into the capture.
   void meet(Device::Stream stream);
   void part(const Device::Mark& mark);
+  // Its arena, which is on a device, is memory that NCCL can register: all ranks' are, or none's.
+  // What travels through a codec is elsewhere.
+  void use_registered() {
+    description_.registered = parts_.size() == 1 && description_.codec.empty();
+  }
   // As a launch does. For who exchanges what it makes of the values itself.
   void count_anew();
   // Slots not ready since the last launch.

@@ -144,7 +144,9 @@ RequestPtr Engine::stand_in(const Set& set, const Entry& entry) {
   auto memories = std::make_shared<std::vector<std::shared_ptr<char>>>();
   const auto zeros = [&](size_t nbytes) {
     Device* device = request->device;
-    const auto memory = device ? device->lend(nbytes) : allocate_lines(nbytes);
+    std::shared_ptr<char> memory;
+    if (d.registered && device && nccl_) memory = nccl_->allocate_registered(nbytes);
+    if (!memory) memory = device ? device->lend(nbytes) : allocate_lines(nbytes);
     if (device) {
       device->clear(memory.get(), nbytes, /*stream=*/nullptr);
     } else {
@@ -166,6 +168,7 @@ RequestPtr Engine::stand_in(const Set& set, const Entry& entry) {
   if (request->device) request->starts = {request->device->mark(nullptr)};
   request->splits.assign(set.ranks.size(), 0);
   request->keepalive = memories;
+  if (d.registered) request->keepalive = memories->at(0);
   ++open_count_;
   return request;
 }

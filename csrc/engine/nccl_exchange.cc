@@ -94,8 +94,7 @@ void NcclExchange::agree(int32_t set, const TellAll& tell_all) {
   Card mine;
   mine.version = device_ ? 0 : -1;
   const bool gives_id = group_->me() == 0;  // whose threads wait for the others
-  if (library_ && device_ &&
-      (!gives_id || library_->get_unique_id(&mine.id) == NcclResult::kSuccess)) {
+  if (library_ && device_ && (!gives_id || give_id(mine.id))) {
     mine.version = library_->version;
     mine.shares = shares_ && library_->version >= kFirstThatShares;
     const std::string identity = device_->identity();
@@ -113,15 +112,23 @@ void NcclExchange::agree(int32_t set, const TellAll& tell_all) {
   nccl = connect(cards[0].id);
 }
 
+// Behind each is a thread of NCCL's that waits for ranks: what was not used is for the next time.
+bool NcclExchange::give_id(NcclId& id) {
+  if (!has_id_) has_id_ = library_->get_unique_id(&id_) == NcclResult::kSuccess;
+  id = id_;
+  return has_id_;
+}
+
 // A communicator on all ranks, or on none.
 std::unique_ptr<NcclGroup> NcclExchange::connect(const NcclId& id) {
+  has_id_ = false;
   Outcome outcome(*group_);
   auto nccl = std::make_unique<NcclGroup>(
-      *library_, group_->size(), group_->me(),
+      *library_, *device_, group_->size(), group_->me(),
       [this](const std::function<bool()>& reached) { group_->wait_until(reached); });
   std::string why_not;
   try {
-    device_->as_current([&] { nccl->begin(id); });  // where the communicator is to be
+    nccl->begin(id);
   } catch (const InternalError& error) {
     why_not = error.what();
   }
@@ -160,12 +167,26 @@ bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, G
   nccl_ = found == groups_.end() ? nullptr : found->second.get();
   if (!nccl_) return false;
   device_->let_go();
+  if (!captured) see_to_registered(requests);
   if (captured && !captured_) captured_ = device_->add_stream();
   on_ = captured ? captured_ : stream_;
   nccl_->use(on_, captured);
   for (const RequestPtr& request : requests)
     for (const Device::Mark& start : request->starts) device_->follow(on_, start);
   return true;
+}
+
+// While a graph is captured NCCL does so by itself.
+void NcclExchange::see_to_registered(const std::vector<RequestPtr>& requests) {
+  if (!under_way()) nccl_->forget_unused();
+  for (const RequestPtr& request : requests)
+    if (request->description.registered)
+      nccl_->register_memory({request->keepalive, request->parts[0].out},
+                             static_cast<size_t>(nbytes_of(request->description)));
+}
+
+std::shared_ptr<char> NcclExchange::allocate_registered(size_t nbytes) {
+  return library_ && device_ ? nccl_memory(*library_, *device_, nbytes) : nullptr;
 }
 
 char* NcclExchange::borrow(size_t nbytes) {

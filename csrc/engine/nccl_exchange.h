@@ -40,6 +40,8 @@ class NcclExchange {
   std::shared_ptr<char> allocate(size_t nbytes, const Device::User& user) {
     return device_->lend(nbytes, user);
   }
+  // Memory for values that others have in registered memory; null if there is none.
+  std::shared_ptr<char> allocate_registered(size_t nbytes);
   // Memory that stays as long as the exchange needs it.
   char* borrow(size_t nbytes);
   void copy(char* to, const char* from, size_t nbytes) { device_->copy(to, from, nbytes, on_); }
@@ -62,10 +64,12 @@ class NcclExchange {
 
  private:
   void agree(int32_t set, const TellAll& tell_all);
+  bool give_id(NcclId& id);
   std::unique_ptr<NcclGroup> connect(const NcclId& id);
   template <class Give>
   void reduce(const Job& job, const std::vector<NcclGroup::Piece>& results, Give&& give);
   bool is_coded(bool is_plain, bool exact_in_nodes) const;
+  void see_to_registered(const std::vector<RequestPtr>& requests);
 
   const NcclLibrary* const library_;
   Device* const device_;
@@ -75,6 +79,8 @@ class NcclExchange {
   Device::Stream captured_ = nullptr;                     // where others capture our work
   std::map<int32_t, std::unique_ptr<NcclGroup>> groups_;  // by set; null where it cannot be
   std::vector<std::unique_ptr<NcclGroup>> ending_;        // that nobody gives anything to
+  NcclId id_;                                             // that nobody has used
+  bool has_id_ = false;
   Device::Mark last_;
   std::vector<std::shared_ptr<char>> borrowed_;  // for the exchange at hand
   std::future<void> freeing_;                    // what has ended

@@ -59,9 +59,10 @@ void Description::add_tensor(DType dtype, const int64_t* shape, size_t ndim) {
 bool Description::operator==(const Description& other) const {
   return kind == other.kind && op == other.op && root == other.root && prescale == other.prescale &&
          postscale == other.postscale && on_device == other.on_device &&
-         captured == other.captured && priority == other.priority && codec == other.codec &&
-         peers == other.peers && background == other.background &&
-         exact_in_nodes == other.exact_in_nodes && layout == other.layout;
+         captured == other.captured && registered == other.registered &&
+         priority == other.priority && codec == other.codec && peers == other.peers &&
+         background == other.background && exact_in_nodes == other.exact_in_nodes &&
+         layout == other.layout;
 }
 
 std::string Description::encode() const {
@@ -78,6 +79,7 @@ std::string Description::encode() const {
   w.put(exact_in_nodes);
   w.put(on_device);
   w.put(captured);
+  w.put(registered);
   w.put_vector(layout);
   return w.take();
 }
@@ -97,6 +99,7 @@ Description Description::decode(std::string_view bytes) {
   d.exact_in_nodes = r.get<bool>();
   d.on_device = r.get<bool>();
   d.captured = r.get<bool>();
+  d.registered = r.get<bool>();
   d.layout = r.get_vector<int64_t>();
   return d;
 }
@@ -110,6 +113,9 @@ Difference first_difference(const Description& here, const Description& there) {
   if (here.captured != there.captured)
     return {"capture", here.captured ? "in a CUDA graph" : "none",
             there.captured ? "in a CUDA graph" : "none"};
+  if (here.registered != there.registered)
+    return {"registration with NCCL (nccl_register=False does without)",
+            std::to_string(here.registered), std::to_string(there.registered)};
   if (here.op != there.op) return {"reduce op", op_name(here.op), op_name(there.op)};
   if (here.root != there.root) {
     const char* what = here.kind == OpKind::kRemoveProcessSet ? "process set" : "root";

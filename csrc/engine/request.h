@@ -31,6 +31,7 @@ struct Description {
   bool background = false;      // gives way to everything else
   bool on_device = false;       // all its tensors are, on all ranks
   bool captured = false;        // in a graph of the device, which will do it again and again
+  bool registered = false;      // its only tensor has all of some memory that NCCL can register
   int32_t priority = 0;         // higher goes first among requests agreed together
   // Per tensor: element type, number of dimensions, dimensions. For add_process_set: the ranks.
   std::vector<int64_t> layout;

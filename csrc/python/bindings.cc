@@ -23,6 +23,7 @@
 #include "python/submit.h"
 #include "python/written.h"
 #include "transport/mpi.h"
+#include "transport/nccl.h"
 #include "transport/node.h"
 
 using namespace bagua;
@@ -113,6 +114,15 @@ py::dict build_info() {
   return info;
 }
 
+// Memory that NCCL can register; null where there is no NCCL, or one that cannot.
+std::shared_ptr<Memory> memory_of_nccl(int number, const std::string& path, int64_t nbytes) {
+  Device& device = device_of(number);
+  std::string why_not;
+  const NcclLibrary* library = device.nccl(path, why_not);
+  auto data = library ? nccl_memory(*library, device, static_cast<size_t>(nbytes)) : nullptr;
+  return data ? std::make_shared<Memory>(Memory{std::move(data), nbytes, true}) : nullptr;
+}
+
 // The version of NCCL that would be used, or "no NCCL: <why>".
 std::string nccl_found(const std::string& path) {
   std::string why_not;
@@ -146,6 +156,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("build_info", build_info);
   m.def("cuda_devices", cuda_devices);
   m.def("nccl_found", nccl_found);
+  m.def("nccl_memory", memory_of_nccl);
   m.def("note_written", [](const py::object& tensors) { note_written(tensors.ptr()); });
   m.def("pretend", pretend);
   m.def("mpi_compiled", mpi_compiled);
@@ -248,6 +259,7 @@ PYBIND11_MODULE(_core, m) {
                                return all;
                              })
       .def("ready", &Bucket::ready)
+      .def("use_registered", &Bucket::use_registered)
       .def("refuse", &Bucket::refuse)
       .def("last_launch",
            [](const Bucket& b) -> py::object {

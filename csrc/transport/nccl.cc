@@ -4,6 +4,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -12,13 +13,16 @@
 #include <thread>
 #include <utility>
 
+#include "common/clock.h"
 #include "common/errors.h"
+#include "common/memory.h"
 #include "kernel/half.h"
 
 namespace bagua {
 namespace {
 
 constexpr double kAbortS = 3;
+constexpr double kPromptS = 200e-6;
 constexpr int kOnHost = 1;  // where a scalar is, which is read at once
 
 std::optional<NcclType> type_of(DType dtype) {
@@ -93,12 +97,17 @@ bool all_alike(const NcclGroup::Counts& counts) {
 
 }  // namespace
 
-NcclGroup::NcclGroup(const NcclLibrary& library, int size, int me, WaitUntil wait_until)
-    : library_(library), size_(size), me_(me), wait_until_(std::move(wait_until)) {}
+NcclGroup::NcclGroup(const NcclLibrary& library, Device& device, int size, int me,
+                     WaitUntil wait_until)
+    : library_(library),
+      device_(device),
+      size_(size),
+      me_(me),
+      wait_until_(std::move(wait_until)) {}
 
 void NcclGroup::begin(const NcclId& id) {
   NcclConfig config;
-  begun_ = library_.init_rank_config(&comm_, size_, id, me_, &config);
+  device_.as_current([&] { begun_ = library_.init_rank_config(&comm_, size_, id, me_, &config); });
 }
 
 std::string NcclGroup::begun(const std::function<bool()>& pointless) {
@@ -139,8 +148,12 @@ bool NcclGroup::abort(const std::vector<NcclGroup*>& groups) {
     }
   }
   std::unique_lock<std::mutex> lock(left->mutex);
-  return left->changed.wait_for(lock, std::chrono::duration<double>(kAbortS),
-                                [&] { return left->count == 0; });
+  const bool ended = left->changed.wait_for(lock, std::chrono::duration<double>(kAbortS),
+                                            [&] { return left->count == 0; });
+  for (NcclGroup* group : groups)
+    for (auto& [data, mine] : group->registered_)
+      if (!ended) keep_for_ever(mine.memory);
+  return ended;
 }
 
 void NcclGroup::end() {
@@ -153,7 +166,7 @@ bool NcclGroup::has_ended() { return !comm_ || !ending_ || state() != NcclResult
 void NcclGroup::free() {
   if (!comm_) return;
   if (state() != NcclResult::kSuccess) return abort();
-  library_.destroy(std::exchange(comm_, nullptr));
+  device_.as_current([&] { library_.destroy(std::exchange(comm_, nullptr)); });
 }
 
 void NcclGroup::expect(NcclResult result, const char* what) {
@@ -171,11 +184,37 @@ NcclResult NcclGroup::state() {
   return asked == NcclResult::kSuccess ? state : asked;
 }
 
-// A communicator that does not block may still be at it.
+// A communicator that does not block may still be at it, mostly for as long as it takes NCCL to
+// start a thread. To fall asleep and be woken would take ten times that.
 void NcclGroup::finish(NcclResult result, const char* what) {
   expect(result, what);
-  wait_until_([&] { return (result = state()) != NcclResult::kInProgress; });
+  const auto ready = [&] { return (result = state()) != NcclResult::kInProgress; };
+  const double late_s = now_s() + kPromptS;
+  bool is_ready = ready();
+  while (!is_ready && now_s() < late_s) {
+    std::this_thread::yield();
+    is_ready = ready();
+  }
+  if (!is_ready) wait_until_(ready);
   expect(result, what);
+}
+
+void NcclGroup::register_memory(const std::shared_ptr<char>& memory, size_t nbytes) {
+  if (registered_.count(memory.get()) > 0) return;
+  Registered mine{memory};
+  finish(library_.comm_register(comm_, memory.get(), nbytes, &mine.handle), "ncclCommRegister");
+  registered_[memory.get()] = mine;
+}
+
+void NcclGroup::forget_unused() {
+  for (auto it = registered_.begin(); it != registered_.end();) {
+    const auto next = std::next(it);
+    if (it->second.memory.use_count() == 1) {
+      const auto gone = registered_.extract(it);
+      finish(library_.comm_deregister(comm_, gone.mapped().handle), "ncclCommDeregister");
+    }
+    it = next;
+  }
 }
 
 void NcclGroup::check() { expect(state(), "NCCL"); }
@@ -288,6 +327,25 @@ void NcclGroup::alltoall(const char* in, char* out, const Counts& in_counts,
     }
   };
   together(give);
+}
+
+std::shared_ptr<char> nccl_memory(const NcclLibrary& library, Device& device, size_t nbytes) {
+  if (!library.registers()) return nullptr;
+  void* memory = nullptr;
+  NcclResult result = NcclResult::kSuccess;
+  device.as_current([&] { result = library.mem_alloc(&memory, std::max<size_t>(nbytes, 1)); });
+  if (result != NcclResult::kSuccess)
+    throw UsageError("NCCL cannot allocate " + std::to_string(nbytes) + " bytes on " +
+                     device.name() + ": " + library.error_string(result) +
+                     "; nccl_register=False leaves that to torch");
+  // NCCL does not wait, as others who free memory do, for who still uses it.
+  return {static_cast<char*>(memory), [&device, mem_free = library.mem_free](char* p) {
+            try {
+              device.drain_all();
+              device.as_current([&] { mem_free(p); });
+            } catch (const Error&) {  // the device is broken, or the process ends
+            }
+          }};
 }
 
 }  // namespace bagua

@@ -3,10 +3,13 @@
 #pragma once
 
 #include <functional>
+#include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "common/types.h"
+#include "device/device.h"
 #include "device/nccl_library.h"
 
 namespace bagua {
@@ -28,11 +31,12 @@ class NcclGroup {
     double factor;
   };
 
-  NcclGroup(const NcclLibrary& library, int size, int me, WaitUntil wait_until);
+  // The device is where the communicator is to be.
+  NcclGroup(const NcclLibrary& library, Device& device, int size, int me, WaitUntil wait_until);
   // Ends what is still under way, unless it has ended well.
   ~NcclGroup() { abort(); }
   NcclGroup(const NcclGroup&) = delete;
-  // Called by all of them with one id, with the device current; nothing waits.
+  // Called by all of them with one id; nothing waits.
   void begin(const NcclId& id);
   // Waits until it has begun, or `pointless`: why it has not, or nothing. Then it may only end.
   std::string begun(const std::function<bool()>& pointless);
@@ -55,6 +59,11 @@ class NcclGroup {
     stream_ = stream;
     captured_ = captured_ || captured;
   }
+  // Registers memory from nccl_memory(), which NCCL then reaches without a copy of its own. If one
+  // rank gives such memory to an operation, all have to, at the same distance from its beginning.
+  void register_memory(const std::shared_ptr<char>& memory, size_t nbytes);
+  // Lets go of what nobody else has any more. What was given must be done.
+  void forget_unused();
   // Throws a PeerError if NCCL has noticed that a rank, or the way to it, is gone.
   void check();
 
@@ -78,13 +87,22 @@ class NcclGroup {
   void reducing(DType dtype, How how, const std::function<void(NcclOp)>& give);
 
   const NcclLibrary& library_;
+  Device& device_;
   const int size_, me_;
   Stream stream_ = nullptr;
   const WaitUntil wait_until_;
   NcclLibrary::Comm comm_ = nullptr;
+  struct Registered {
+    std::shared_ptr<char> memory;
+    void* handle = nullptr;
+  };
+  std::map<char*, Registered> registered_;
   NcclResult begun_ = NcclResult::kSuccess;
   bool ending_ = false;
   bool captured_ = false;
 };
+
+// Memory of the device that NCCL can register; null where this version cannot.
+std::shared_ptr<char> nccl_memory(const NcclLibrary& library, Device& device, size_t nbytes);
 
 }  // namespace bagua

@@ -109,6 +109,7 @@ def test_what_must_agree():
         "fusion_mb": 3.0,
         "bucket_mb": 25.0,
         "nccl": True,
+        "nccl_register": False,
         "allow_shared_gpu": False,
         "algorithm": "gradient_allreduce",
         "check_replicas_every": 0.0,

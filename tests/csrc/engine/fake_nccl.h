@@ -10,6 +10,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -28,6 +29,7 @@ namespace bagua {
 struct FakeNcclWorld {
   struct Round {
     std::vector<const char*> ins;
+    std::vector<bool> registered;
     std::vector<char> result;
     int arrived = 0;
   };
@@ -84,8 +86,9 @@ class FakeNccl {
         ++finalized_;
         return NcclResult::kInProgress;
       };
-      l.destroy = [](Comm) {
+      l.destroy = [](Comm comm) {
         ++destroyed_;
+        forget_memory(comm);
         while (held_) std::this_thread::yield();
         return NcclResult::kSuccess;
       };
@@ -114,11 +117,44 @@ class FakeNccl {
         return NcclResult::kSuccess;
       };
       l.destroy_op = [](NcclOp, Comm) { return NcclResult::kSuccess; };
+      l.mem_alloc = [](void** memory, size_t nbytes) {
+        *memory = new char[nbytes];
+        ++allocated_;
+        return NcclResult::kSuccess;
+      };
+      l.mem_free = [](void* memory) {
+        std::lock_guard<std::mutex> lock(registering_);
+        if (registered_.count(memory) > 0) ++misused_;
+        --allocated_;
+        delete[] static_cast<char*>(memory);
+        return NcclResult::kSuccess;
+      };
+      l.comm_register = [](Comm comm, void* memory, size_t, void** handle) {
+        std::lock_guard<std::mutex> lock(registering_);
+        if (!registered_.emplace(memory, comm).second) ++misused_;
+        *handle = memory;
+        return NcclResult::kSuccess;
+      };
+      l.comm_deregister = [](Comm comm, void* handle) {
+        std::lock_guard<std::mutex> lock(registering_);
+        const auto found = registered_.find(handle);
+        if (found == registered_.end() || found->second != comm) ++misused_;
+        registered_.erase(handle);
+        return NcclResult::kSuccess;
+      };
       return l;
     }();
     return all;
   }
   static int calls() { return calls_; }
+  // Memory of NCCL's there is; what is registered of it; what was done to it that must not be, or
+  // given to an operation by some ranks only.
+  static int allocated() { return allocated_; }
+  static size_t registered() {
+    std::lock_guard<std::mutex> lock(registering_);
+    return registered_.size();
+  }
+  static int misused() { return misused_; }
   static int finalized() { return finalized_; }
   static int destroyed() { return destroyed_; }
   // Whether communicators take their time to be destroyed, as if the device were busy.
@@ -195,6 +231,7 @@ class FakeNccl {
     for (; !together && now_s() < late_s; together = all_begun()) std::this_thread::yield();
     if (!together) lonely_ = true;
     while (hang_) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    forget_memory(comm);
     return NcclResult::kSuccess;
   }
 
@@ -224,6 +261,8 @@ class FakeNccl {
       auto& round = world->rounds[comm->round++];
       round.ins.resize(static_cast<size_t>(world->size));
       round.ins[static_cast<size_t>(rank)] = static_cast<const char*>(in);
+      round.registered.push_back(is_registered(in, comm) && is_registered(out, comm));
+      if (round.registered.back() != round.registered.front()) ++misused_;
       if (++round.arrived == world->size) {
         combine(round.ins, round.result);
         world->changed.notify_all();
@@ -232,6 +271,17 @@ class FakeNccl {
       if (round.arrived == world->size) std::memcpy(out, round.result.data() + from, nbytes);
     });
     return NcclResult::kSuccess;
+  }
+
+  static void forget_memory(Comm comm) {
+    std::lock_guard<std::mutex> lock(registering_);
+    for (auto it = registered_.begin(); it != registered_.end();)
+      it = it->second == comm ? registered_.erase(it) : std::next(it);
+  }
+  static bool is_registered(const void* memory, Comm comm) {
+    std::lock_guard<std::mutex> lock(registering_);
+    const auto found = registered_.find(const_cast<void*>(memory));
+    return found != registered_.end() && found->second == comm;
   }
 
   static bool reduces(NcclType type) {
@@ -340,6 +390,10 @@ class FakeNccl {
   }
 
   static inline std::atomic<int> calls_{0}, finalized_{0}, destroyed_{0}, together_{0};
+  static inline std::atomic<int> allocated_{0}, misused_{0};
+  static inline std::mutex registering_;
+  // By its beginning; registering_.
+  static inline auto& registered_ = *new std::map<void*, NcclCommunicator*>;
   static inline std::mutex aborting_mutex_;
   // By stream; aborting_mutex_. Never freed: an abort may still be under way when the process ends.
   static inline auto& aborting_ = *new std::map<void*, int>;
