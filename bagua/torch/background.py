@@ -27,7 +27,9 @@ class Background(BetweenSteps):
     def stepped(self) -> None:
         super().stepped()
         if self._given:
-            if all(piece.done() for piece in self._pieces):
+            # On a GPU it may be done for the engine while the device has yet to do it, when the
+            # slowest rank's has come so far.
+            if all(piece.reached() for piece in self._pieces):
                 self._finish()
         elif not self.resting and self._due() and time.monotonic() >= self._next_s:
             self._start()

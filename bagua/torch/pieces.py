@@ -104,6 +104,10 @@ class Piece:
     def done(self) -> bool:
         return self._handle is None or bool(self._handle.poll())
 
+    def reached(self) -> bool:
+        """Done, and no stream would have to wait for it."""
+        return self._handle is None or bool(self._handle.reached())
+
     def land_values(self) -> None:
         """Waits until the result is there, though the exchange may go on."""
         if self._handle is not None:

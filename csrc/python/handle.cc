@@ -113,6 +113,13 @@ PyObject* poll(PyObject* self, PyObject*) {
   return PyBool_FromLong(as_handle(self).handle->done());
 }
 
+PyObject* reached(PyObject* self, PyObject*) {
+  return guarded([&] {
+    const Handle& handle = *as_handle(self).handle;
+    return PyBool_FromLong(handle.done() && handle.reached());
+  });
+}
+
 const Output& output_of(PyHandle& h, PyObject* index) {
   if (!h.handle->done()) throw UsageError("the operation is not done; wait for it first");
   const auto i = static_cast<size_t>(as_int(index));
@@ -153,6 +160,7 @@ int set_finish(PyObject* self, PyObject* finish, void*) {
 
 PyMethodDef methods[] = {
     {"wait", wait, METH_NOARGS, "Blocks until the operation is done and returns its result; once."},
+    {"reached", reached, METH_NOARGS, "Whether it is done, and the device has come so far."},
     {"wait_values", wait_values, METH_NOARGS,
      "Blocks until the values are final; of some operations they are before it is done."},
     {"poll", poll, METH_NOARGS, "Whether the operation is done; never blocks."},

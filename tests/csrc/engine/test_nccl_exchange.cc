@@ -66,8 +66,10 @@ TEST(NcclExchange, TheEngineDoesNotWaitForTheDevice) {
     gpu.hold(go);
     const auto handle = gpu.submit(engine, allreduce_of("x", values), Urgency::kWaited);
     finish(engine, handle);  // though the stream has not come so far
+    EXPECT_FALSE(handle->reached());
     go = true;
     EXPECT_EQ(gpu.read(engine, handle, values), all(values.size(), 4));
+    EXPECT_TRUE(handle->reached());
   });
 }
 
