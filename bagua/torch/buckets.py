@@ -204,7 +204,8 @@ class Bucket:
                 )
             elif grad.is_sparse:
                 raise UsageError(
-                    f"{slot.name} got a sparse gradient after dense ones; use sparse_as_dense"
+                    f"{slot.name} got a sparse gradient, and in its first exchange a dense one or "
+                    "none on all ranks; use sparse_as_dense=True"
                 )
             elif core.Bucket.in_an_arena(grad.data_ptr()):
                 # It may overlap with the view, and torch does not know.

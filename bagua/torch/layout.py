@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from bagua.common import numpy_ops
 from bagua.common.core import core
-from bagua.common.errors import UsageError
+from bagua.common.errors import InternalError, UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.world import world
 from bagua.torch import lost, safety
@@ -138,18 +139,34 @@ class Layout:
         if not exactly:
             runs = self._grouping.apply([slot for run in runs for slot in run]) or runs
         self.buckets = self._plan.build(runs, cut=not (exactly or self._grouping))
+        self._check_complete()
         for bucket in self.buckets:
             bucket.watch = self._watch
-        lost.carry_over(residuals, self.buckets, everything=before == self.runs)
+        lost.carry_over(residuals, self.buckets, before)
         for slot, view in views.items():
             if slot in in_arena and slot.param in self.slots:
                 slot.view.copy_(view)
                 slot.deliver()
 
+    def _check_complete(self) -> None:
+        """Replicas would differ silently where a gradient is in no bucket, or in two."""
+        places = Counter(slot for run in self.runs for slot in run)
+        places.update(slot for slot in self.slots.values() if self._loose.has(slot.param))
+        for slot in {*self.slots.values(), *places}:
+            if places[slot] != 1 or slot.param not in self.slots:
+                raise InternalError(
+                    f"{self._plan.prefix}: the gradient of {slot.name} is exchanged "
+                    f"{places[slot]} times in a step instead of once"
+                )
+
     def rebuild_as(self, names: Sequence[Sequence[str]]) -> None:
-        """With these parameters in each bucket."""
-        slots = self.by_name
-        self.rebuild([[slots[name] for name in run] for run in names], exactly=True)
+        """With these parameters in each bucket; those that travelled alone then get their own.
+
+        Whether they do so again is not known before their first exchange.
+        """
+        rest = dict(sorted(self.by_name.items(), key=lambda item: item[1].number))
+        runs = [[rest.pop(name) for name in run] for run in names]
+        self.rebuild([*runs, *([slot] for slot in rest.values())], exactly=True)
 
     def improve(self) -> None:
         """Between two steps: makes use of what the last one has shown."""

@@ -26,21 +26,26 @@ def restore(state: dict[str, list[torch.Tensor]] | None, buckets: Sequence[Bucke
     """Makes it what is remembered; None forgets everything."""
     for bucket in buckets:
         for slot in bucket.slots:
-            if state is None:
+            if state is None or slot.name not in state:  # it travelled alone, which loses nothing
                 bucket.forget(slot)
                 continue
             for lost, value in zip(slot.residuals, state[slot.name]):
                 lost.copy_(value)
 
 
-def carry_over(before: Residuals, buckets: Sequence[Bucket], everything: bool) -> None:
+def carry_over(
+    residuals: Residuals, buckets: Sequence[Bucket], before: Sequence[Sequence[Slot]]
+) -> None:
     """Into buckets that were laid out anew, what does not depend on the layout.
 
-    What was lost of means, or of what a node gave, stays behind: another rank may encode them now.
+    What was lost of means, or of what a node gave, stays behind where a bucket has other slots than
+    any had before: another rank may encode them now.
     """
+    as_before = {tuple(run) for run in before}
     for bucket in buckets:
+        everything = tuple(bucket.slots) in as_before
         for slot in bucket.slots:
-            old = before.get(slot, [])
+            old = residuals.get(slot, [])
             count = len(old) if everything else bucket.own_residuals
             for lost, value in zip(slot.residuals[:count], old):
                 if lost.shape == value.shape:
