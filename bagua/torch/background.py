@@ -13,7 +13,7 @@ from bagua.common.objects import allgather_object
 from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch.between_steps import BetweenSteps
-from bagua.torch.pieces import Pairs, Piece, land_all
+from bagua.torch.pieces import Named, Pairs, Piece, land_all
 from bagua.torch.safety import first_odd
 
 
@@ -80,8 +80,8 @@ class Background(BetweenSteps):
         self._land()
         super()._begin()
 
-    def _build(self) -> None:
-        super()._build()
+    def _build(self, named: Named) -> None:
+        super()._build(named)
         self._given = []
         name = f"{self._prefix}.{self._generation}.marker"
         self._marker = Piece(name, [("", torch.zeros(1))], self._exchange, self._process_set)

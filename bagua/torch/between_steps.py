@@ -23,7 +23,7 @@ from bagua.torch import capture, kept, ops
 from bagua.torch.arrays import dtype_name
 from bagua.torch.checks import check_parameters, checked_names
 from bagua.torch.own import is_own
-from bagua.torch.pieces import Piece, land_all, pieces_of
+from bagua.torch.pieces import Named, Piece, land_all, pieces_of
 from bagua.torch.safety import NonFinite, first_not_finite, first_odd
 from bagua.torch.standing import Standing
 
@@ -60,6 +60,7 @@ class BetweenSteps:
         self._rounds = 0  # exchanges so far
         self._all_params: list[torch.Tensor] = []
         self._required: list[bool] = []
+        self._shared: Named = []  # those that are exchanged, in their order
         self._pieces: list[Piece] = []
         self._exchange = Exchange()
         self._loaded: dict[str, Any] | None = None
@@ -100,12 +101,17 @@ class BetweenSteps:
         unchanged = core.unchanged(lists, self._all_params, self._required)
         if unchanged or self.standing.withdrawn:
             return
+        everything = [p for params in lists for p in params]
+        shared = [p for p in everything if p.requires_grad and not is_own(p)]
+        named = [(self._name(param), param) for param in shared]
+        # If that is an error it is one the next time, too.
+        check_parameters(named, self._process_set)
         if self._begun:
             self.settle()  # what ranks have learned by themselves is not lost
         self._land()
-        self._all_params = [p for params in lists for p in params]
-        self._required = [p.requires_grad for p in self._all_params]
-        self._build()
+        self._build(named)
+        self._shared = named
+        self._all_params, self._required = everything, [p.requires_grad for p in everything]
         self._begun = False
 
     def settle(self) -> None:
@@ -143,13 +149,10 @@ class BetweenSteps:
 
     # ---- its parts -----------------------------------------------------------------------------
 
-    def _build(self) -> None:
-        """Pieces for the parameters there are; what was kept of them is lost."""
+    def _build(self, named: Named) -> None:
+        """Pieces for these parameters; what was kept of any is lost."""
         self._generation += 1
-        both = zip(self._all_params, self._required)
-        params = [p for p, required in both if required and not is_own(p)]
-        named = [(self._name(param), param) for param in params]
-        check_parameters(named, self._process_set)
+        params = [param for _, param in named]
         count = sum(param.numel() for param in params)
         dtype = dtype_name(params[0].dtype) if params else "float32"
         prefix = f"{self._prefix}.{self._generation}"
@@ -227,7 +230,7 @@ class BetweenSteps:
             loaded = None
         if loaded is not None:
             self._rounds = loaded["rounds"]
-            self._build()
+            self._build(self._shared)
             self._restore(loaded["values"])
             return
         params = [param.data for piece in self._pieces for param in piece.params]

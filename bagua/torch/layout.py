@@ -93,19 +93,21 @@ class Layout:
         # Twice a step, and a model may have thousands.
         if core.unchanged(lists, self.params, self._required):
             return False
-        self.params = [p for params in lists for p in params]
-        self._required = [p.requires_grad for p in self.params]
-        wanted = [p for p in self.params if p.requires_grad and not is_own(p)]
-        for param in set(self._hooks).difference(wanted):
+        everything = [p for params in lists for p in params]
+        wanted = [p for p in everything if p.requires_grad and not is_own(p)]
+        gone = set(self._hooks).difference(wanted)
+        known = [slot for run in self.runs for slot in run if slot.param not in gone]
+        fresh = [(self.name_of(param), param) for param in wanted if param not in self._hooks]
+        # If that is an error it is one the next time, too.
+        named = [*((slot.name, slot.param) for slot in known), *fresh]
+        check_parameters(named, self._plan.process_set)
+        self.params, self._required = everything, [p.requires_grad for p in everything]
+        for param in gone:
             self._drop(param)
-        fresh = [param for param in wanted if param not in self._hooks]
-        known = [slot for run in self.runs for slot in run if slot.param in self.slots]
         # Gradients become ready from the last layer to the first.
-        added = [Slot(self.name_of(p), p, next(self._numbers)) for p in fresh][::-1]
+        added = [Slot(name, param, next(self._numbers)) for name, param in fresh][::-1]
         for slot in added:
             self._add(slot)
-        named = ((slot.name, slot.param) for slot in (*known, *reversed(added)))
-        check_parameters(named, self._plan.process_set)
         self.rebuild([known, added])
         return any(slot.param.grad is not None for slot in added)
 

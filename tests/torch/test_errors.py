@@ -171,6 +171,20 @@ def test_models_that_differ(everyone, hvd, layers, words, algorithm):
     still_works(hvd, "models differ")
 
 
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "local_sgd"])
+def test_parameters_that_are_added_and_differ(everyone, hvd, algorithm):
+    """They stay refused, else each rank would train its own from then on."""
+    layer = torch.nn.Linear(4, 2)
+    sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, algorithm=algorithm)
+    added = torch.nn.Parameter(torch.ones(odd_one_out(everyone, 3, 4)))
+    sgd.add_param_group({"params": [added]})
+    for _ in range(2):
+        with pytest.raises(hvd.UsageError, match=r"parameters differ between ranks: .*\(3,\)"):
+            optimizer.zero_grad()
+    still_works(hvd, "added")
+
+
 @pytest.mark.parametrize("becomes", ["double", "wider"])
 def test_a_model_that_is_converted_too_late(everyone, hvd, becomes):
     model = torch.nn.Linear(4, 2)
