@@ -56,7 +56,7 @@ class Layout:
         self._required: list[bool] = []  # which of the parameters require a gradient
         self._hooks: dict[torch.Tensor, Any] = {}
         self._numbers = itertools.count()  # of slots
-        self._agreed_at_first = False
+        self._fresh: dict[Slot, None] = {}  # those that no exchange has had yet
 
     def close(self) -> None:
         """Leaves the parameters alone, and their gradients as they are."""
@@ -82,7 +82,7 @@ class Layout:
 
     @property
     def settled(self) -> bool:
-        return self.order is None and not self.rebuild_due and self._agreed_at_first
+        return self.order is None and not self.rebuild_due and not self._fresh
 
     def refresh(self) -> bool:
         """Notices parameters that were added, frozen or thawed.
@@ -114,8 +114,9 @@ class Layout:
     def _add(self, slot: Slot) -> None:
         slot.notice = core.notice(self._decide)
         slot.made_dense = self._sparse_as_dense
-        slot.may_be_sparse = not (self._agreed_at_first or slot.made_dense)
+        slot.may_be_sparse = not slot.made_dense
         self.slots[slot.param] = slot
+        self._fresh[slot] = None
         if self._loose.wants_all:
             self._loose.add(slot)
         self._hooks[slot.param] = slot.param.register_post_accumulate_grad_hook(slot.notice)
@@ -125,6 +126,7 @@ class Layout:
         self._hooks.pop(param).remove()
         claims.drop(param)
         slot = self.slots.pop(param)
+        self._fresh.pop(slot, None)
         if slot.is_in_arena(param.grad) and not slot.view.any():
             param.grad = None  # the zeros of an exchange; a frozen parameter is not stepped
         self._loose.drop(param)
@@ -195,38 +197,37 @@ class Layout:
             self.rebuild([learned])
 
     def agree_at_first(self) -> None:
-        """In the first exchange the ranks agree which parameters have sparse gradients.
+        """In the first exchange of parameters the ranks agree which have sparse gradients.
 
         And hear if their weights are not the same.
         """
-        if self._agreed_at_first:
+        if not self._fresh:
             return
-        slots = sorted(self.slots.values(), key=lambda slot: slot.number)
+        slots = sorted(self._fresh, key=lambda slot: slot.number)
         grads = [slot.dense_gradient() for slot in slots]
         sparse = np.array([grad is not None and grad.is_sparse for grad in grads], np.uint8)
         replicas = [(slot.name, slot.param) for slot in slots]
         of_rules = safety.sample_of(repr(hyperparameters(self._optimizer)))
         samples = np.concatenate([of_rules, safety.sample(replicas)])
-        self._agreed_at_first = True
         everyones = self._agreed("first", np.concatenate([samples, sparse]), ReduceOp.Max)
         rules, sample, agreed = np.split(everyones, [samples.size // 2, samples.size])
+        # If one of these is an error it is one the next time, too.
         if safety.samples_differ(rules):
-            self._agreed_at_first = False  # if that is an error it is one the next time, too
             name, group = f"{self._plan.prefix}.rules", self._plan.process_set
             check_hyperparameters(self._optimizer, self._plan.algorithm, name, group)
-            self._agreed_at_first = True
-        for slot, is_sparse in zip(slots, agreed):
-            slot.may_be_sparse = bool(is_sparse)
-            if is_sparse:
-                self._loose.add(slot)
-        self.rebuild_due = bool(agreed.any())
         moves = self._plan.fold is not None or self._plan.algorithm.momentum_correction
-        if self.rebuild_due and moves:
+        if agreed.any() and moves:
             name = slots[int(agreed.argmax())].name
             raise UsageError(
                 f"the gradient of {name} is sparse, and momentum is not: use sparse_as_dense=True "
                 "or an optimizer of its own for it"
             )
+        self._fresh = {}
+        for slot, is_sparse in zip(slots, agreed):
+            slot.may_be_sparse = bool(is_sparse)
+            if is_sparse:
+                self._loose.add(slot)
+        self.rebuild_due = self.rebuild_due or bool(agreed.any())
         if safety.samples_differ(sample):
             prefix = f"{self._plan.prefix}.replicas"
             safety.warn_of_difference(replicas, prefix, self._plan.process_set)

@@ -100,6 +100,44 @@ def test_resumes_in_the_same_bits(everyone, hvd, algorithm):
     assert all(torch.equal(goals[name], x) for name, x in resumed.model.state_dict().items())
 
 
+def test_thawed(everyone, hvd):
+    trained = Trained(everyone, hvd, True)
+    words = trained.model.words.requires_grad_
+    for number, trains_words in enumerate([True, True, False, True, True]):
+        words(trains_words)
+        trained.step(number)
+    trained.assert_same_everywhere()
+    assert trained.model.words.weight.grad.is_sparse
+
+
+@pytest.mark.parametrize("only_here", [True, False])
+def test_added(everyone, hvd, only_here):
+    """Other ranks may not use it yet."""
+    first = nn.Linear(8, 4)
+    table = nn.Embedding(20, 8, sparse=True)
+    hvd.broadcast_parameters([("w", first.weight), ("b", first.bias), ("t", table.weight)])
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(first.parameters(), lr=1.0))
+    for _ in range(3):
+        optimizer.zero_grad()
+        first(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+    optimizer.add_param_group({"params": list(table.parameters())})
+    before = table.weight.detach().clone()
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = first(torch.ones(1, 8)).sum()
+        if everyone.me == 0 or not only_here:
+            loss = loss + table(torch.tensor([everyone.me, 9])).sum()
+        loss.backward()
+        optimizer.step()
+    users = 1 if only_here else everyone.size
+    moved = torch.zeros(20, 1)
+    moved[:users] = 3 / everyone.size
+    moved[9] = 3 * users / everyone.size
+    torch.testing.assert_close(before - table.weight, moved.expand(20, 8))
+    assert table.weight.grad.is_sparse
+
+
 @pytest.mark.parametrize("times", [0, 2])
 def test_a_gradient_that_is_not_exchanged_once_is_an_error_of_ours(everyone, hvd, times):
     layout = Trained(everyone, hvd, False).optimizer._driver.layout
