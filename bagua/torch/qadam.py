@@ -81,10 +81,11 @@ class QAdam(torch.optim.Optimizer):
         for param, view in zip(params, views):
             group = group_of[param]
             state = self._state_of(param)
-            if state["step"] < self.warmup_steps:
+            # Steps that ranks have skipped, or in which it was frozen, are missing in its variance.
+            if state["variance_steps"] == 0:
                 raise UsageError(
-                    f"a parameter of shape {tuple(param.shape)} came after the warm-up, so its "
-                    "variance is not known; give it an optimizer of its own"
+                    f"a parameter of shape {tuple(param.shape)} had no step in the warm-up, so its "
+                    "variance is not known; warm up longer, or give it an optimizer of its own"
                 )
             root = self._frozen_root(param, group, view)
             momentum = self._decayed(param, view, group).lerp_(state["momentum"], group["betas"][0])
@@ -105,6 +106,9 @@ class QAdam(torch.optim.Optimizer):
             state["step"] = 0
             state["momentum"] = torch.zeros_like(param)
             state["variance"] = torch.zeros_like(param)
+        if "variance_steps" not in state:  # older checkpoints had taken all of the warm-up
+            known = state["step"]
+            state["variance_steps"] = known if is_own(param) else min(known, self.warmup_steps)
         return state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -154,7 +158,9 @@ class QAdam(torch.optim.Optimizer):
             variance = state["variance"]
             variance.mul_(beta_of_variance)
             variance.addcmul_(gradient, gradient, value=1 - beta_of_variance)
-            variance = variance / (1 - beta_of_variance ** state["step"])
+            state["variance_steps"] += 1
+            self._roots.pop(param, None)
+            variance = variance / (1 - beta_of_variance ** state["variance_steps"])
             root = variance.sqrt_().add_(group["eps"])
         param.addcdiv_(momentum, root, value=rate)
 
@@ -173,7 +179,8 @@ class QAdam(torch.optim.Optimizer):
         root = self._roots.get(param)
         if root is not None:
             return root
-        variance = self.state[param]["variance"]
+        state = self.state[param]
+        variance = state["variance"]
         if not variance.any():
             if gradient.any():
                 raise UsageError(
@@ -181,7 +188,7 @@ class QAdam(torch.optim.Optimizer):
                     "its variance is not known; warm up longer, or give it an optimizer of its own"
                 )
             return torch.ones_like(variance)  # there is nothing to divide
-        variance = variance / (1 - group["betas"][1] ** self.warmup_steps)
+        variance = variance / (1 - group["betas"][1] ** state["variance_steps"])
         variance.clamp_(min=_LEAST_VARIANCE * variance.mean())
         self._roots[param] = variance.sqrt_().add_(group["eps"])
         return self._roots[param]
