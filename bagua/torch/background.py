@@ -83,7 +83,7 @@ class Background(BetweenSteps):
     def _build(self, named: Named) -> None:
         super()._build(named)
         self._given = []
-        name = f"{self._prefix}.{self._generation}.marker"
+        name = self.standing.name(f"weights.{self._generation}.marker")
         self._marker = Piece(name, [("", torch.zeros(1))], self._exchange, self._process_set)
 
     def _piece_nbytes(self) -> float:
@@ -91,7 +91,7 @@ class Background(BetweenSteps):
 
     def _end(self, finish: Callable[[], None]) -> None:
         """Ends what is under way, on all ranks; not all may have begun it yet."""
-        allgather_object(None, f"{self._prefix}.end", self._process_set)
+        allgather_object(None, self.standing.name("end"), self._process_set)
         # What all have begun is agreed on by now, so it is over before this is.
         self._marker.launch(Urgency.WAITED)
         self._marker.land()
@@ -102,7 +102,7 @@ class Background(BetweenSteps):
             except Exception as error:
                 failed = error  # the others wait for this rank's word
         waiting = bool(self._given)
-        everyone = allgather_object(waiting, f"{self._prefix}.waiting", self._process_set)
+        everyone = allgather_object(waiting, self.standing.name("waiting"), self._process_set)
         if any(everyone) and not waiting:
             self._start()
         if self._given:

@@ -5,7 +5,6 @@ the result, which mixing.py, background.py and outer.py say. Backward is left al
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,8 +14,6 @@ from bagua.algorithms import Algorithm, BucketInfo, Exchange
 from bagua.common.core import core
 from bagua.common.errors import UsageError
 from bagua.common.kinds import Average
-from bagua.common.objects import broadcast_object
-from bagua.common.process_set import ProcessSet
 from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch import capture, kept, ops
@@ -28,7 +25,6 @@ from bagua.torch.safety import NonFinite, first_not_finite, first_odd
 from bagua.torch.standing import Standing
 
 Kept = dict[str, Sequence["torch.Tensor | None"]]
-_numbers = itertools.count()
 
 
 class BetweenSteps:
@@ -43,7 +39,7 @@ class BetweenSteps:
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
         algorithm: Algorithm,
-        process_set: ProcessSet,
+        standing: Standing,
         step: int,
     ) -> None:
         self.algorithm = algorithm
@@ -51,11 +47,9 @@ class BetweenSteps:
         self.paused = False
         self._optimizer = optimizer
         self._names = checked_names(optimizer, named_parameters)
-        self._process_set = process_set
-        number = broadcast_object(next(_numbers), process_set.ranks[0], process_set=process_set)
-        self._prefix = f"weights.{number}"
-        self.standing = Standing(self._prefix, process_set)
-        self._generation = 0
+        self._process_set = standing.process_set
+        self.standing = standing
+        self._generation = 0  # of the pieces there are
         self._step = step
         self._rounds = 0  # exchanges so far
         self._all_params: list[torch.Tensor] = []
@@ -67,7 +61,7 @@ class BetweenSteps:
         self._begun = False
         self._watch = None
         if world().config.check_finite != "off":
-            self._watch = NonFinite(process_set, f"{self._prefix}.finite")
+            self._watch = NonFinite(standing.process_set, standing.name("finite"))
         self.refresh()
 
     # ---- called by the optimizer ---------------------------------------------------------------
@@ -105,7 +99,7 @@ class BetweenSteps:
         shared = [p for p in everything if p.requires_grad and not is_own(p)]
         named = [(self._name(param), param) for param in shared]
         # If that is an error it is one the next time, too.
-        check_parameters(named, self._process_set)
+        check_parameters(named, self.standing.name("parameters"), self._process_set)
         if self._begun:
             self.settle()  # what ranks have learned by themselves is not lost
         self._land()
@@ -120,7 +114,7 @@ class BetweenSteps:
         with torch.no_grad():
             self._drain()
             params = [param.data for piece in self._pieces for param in piece.params]
-            name = f"{self._prefix}.settle"
+            name = self.standing.name("settle")
             ops.grouped_allreduce_(params, name=name, op=Average, process_set=self._process_set)
             self._all_equal()
 
@@ -151,11 +145,11 @@ class BetweenSteps:
 
     def _build(self, named: Named) -> None:
         """Pieces for these parameters; what was kept of any is lost."""
-        self._generation += 1
+        self._generation = self.standing.generation()
         params = [param for _, param in named]
         count = sum(param.numel() for param in params)
         dtype = dtype_name(params[0].dtype) if params else "float32"
-        prefix = f"{self._prefix}.{self._generation}"
+        prefix = self.standing.name(f"weights.{self._generation}")
         info = BucketInfo(prefix, 0, dtype, count, sum(p.nbytes for p in params))
         self._exchange = self.algorithm.plan(info, world(), self._step)
         self._pieces = pieces_of(
@@ -225,7 +219,7 @@ class BetweenSteps:
         loaded, self._loaded = self._loaded, None
         self._begun = True
         mine = kept.identity(self.algorithm, self._process_set, self._names_of_all())
-        name, instead = f"{self._prefix}.state", ", from the first rank's weights"
+        name, instead = self.standing.name("state"), ", from the first rank's weights"
         if not kept.agrees(loaded, mine, name, self._process_set, instead=instead):
             loaded = None
         if loaded is not None:
@@ -235,7 +229,7 @@ class BetweenSteps:
             return
         params = [param.data for piece in self._pieces for param in piece.params]
         root = self._process_set.ranks[0]
-        name = f"{self._prefix}.begin"
+        name = self.standing.name("begin")
         ops.grouped_broadcast_(params, root, name=name, process_set=self._process_set)
         self._all_equal()
 

@@ -10,12 +10,12 @@ import torch
 from bagua.algorithms import Algorithm, BucketInfo
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
-from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
 from bagua.torch.arrays import dtype_name
 from bagua.torch.buckets import Bucket, Fold
 from bagua.torch.low_rank import LowRankBucket
 from bagua.torch.slot import Slot
+from bagua.torch.standing import Standing
 from bagua.torch.velocity import VelocityBucket
 
 
@@ -24,30 +24,30 @@ class Plan:
 
     def __init__(
         self,
-        prefix: str,
+        standing: Standing,
         algorithm: Algorithm,
         op: ReduceOp | None,
         scales: tuple[float, float],
-        process_set: ProcessSet,
         wire_dtype: torch.dtype | None,
         bucket_nbytes: int,
         fold: Fold | None,
         step: int,
     ) -> None:
-        self.prefix = prefix
+        self.prefix = standing.prefix
+        self.standing = standing
         self.algorithm = algorithm
         self.op = op
         self.scales = scales
-        self.process_set = process_set
+        self.process_set = standing.process_set
         self.wire_dtype = wire_dtype
         self.bucket_nbytes = bucket_nbytes
         self.fold = fold
         self.step = step  # that is next
-        self._generation = 0
+        self._generation = 0  # of the buckets there are
 
     def build(self, runs: Sequence[Sequence[Slot]], cut: bool) -> list[Bucket]:
         """Buckets over runs of slots, in order of readiness; `cut` splits a run by size."""
-        self._generation += 1
+        self._generation = self.standing.generation()
         buckets: list[Bucket] = []
         for run in runs:
             for slots in self._split(run, cut):

@@ -25,6 +25,7 @@ def check_algorithm(
     steps: int,
     of_gradients: dict[str, Any],
     names: Mapping[torch.Tensor, str],
+    name: str,
     process_set: ProcessSet,
 ) -> None:
     """Ranks that communicate in other ways, or from another step on, must hear so by name."""
@@ -39,7 +40,7 @@ def check_algorithm(
     if averages and op not in (None, ReduceOp.Average):
         raise UsageError(f"{algorithm!r} averages; leave op={op.name} out")
     mine = (repr(algorithm), steps, _settings(of_gradients, names), _choices(algorithm, names))
-    everyone = allgather_object(mine, process_set=process_set)
+    everyone = allgather_object(mine, name, process_set)
     first, first_steps, first_settings, first_choices = everyone[0]
     root = process_set.ranks[0]
     for rank, (theirs, their_steps, settings, choices) in zip(process_set.ranks, everyone):
@@ -52,14 +53,14 @@ def check_algorithm(
                 f"ranks change to {first} at different steps: after {first_steps} with the one "
                 f"before on rank {root}, after {their_steps} on rank {rank}"
             )
-        for name, (a, b) in _unlike(first_choices, choices):
+        for param, (a, b) in _unlike(first_choices, choices):
             raise UsageError(
-                f"algorithms differ between ranks: {name} travels by {a} on rank {root}, by {b} on "
-                f"rank {rank}"
+                f"algorithms differ between ranks: {param} travels by {a} on rank {root}, by {b} "
+                f"on rank {rank}"
             )
-        for name, (a, b) in _unlike(first_settings, settings):
+        for what, (a, b) in _unlike(first_settings, settings):
             raise UsageError(
-                f"{name} differs between ranks: {a} on rank {root}, {b} on rank {rank}"
+                f"{what} differs between ranks: {a} on rank {root}, {b} on rank {rank}"
             )
 
 
@@ -138,6 +139,7 @@ def check_own(
     named: Iterable[tuple[str, torch.Tensor]],
     algorithm: Algorithm,
     op: ReduceOp | None,
+    name: str,
     process_set: ProcessSet,
 ) -> None:
     """Experts must not learn at another scale than what ranks have replicas of."""
@@ -148,8 +150,8 @@ def check_own(
         of_this = algorithm.of(name, tuple(param.shape)).op if op is None else op
         return of_this == ReduceOp.Sum
 
-    summed = [name for name, param in named if is_own_of_mean(param) and sums(name, param)]
-    everyone = allgather_object(summed[:1], process_set=process_set)
+    summed = [expert for expert, param in named if is_own_of_mean(param) and sums(expert, param)]
+    everyone = allgather_object(summed[:1], name, process_set)
     for rank, names in zip(process_set.ranks, everyone):
         if names:
             raise UsageError(
@@ -160,19 +162,19 @@ def check_own(
             )
 
 
-def check_parameters(named: Iterable[tuple[str, torch.Tensor]], process_set: ProcessSet) -> None:
+def check_parameters(
+    named: Iterable[tuple[str, torch.Tensor]], name: str, process_set: ProcessSet
+) -> None:
     """Ranks whose models differ must hear so by name, before their numbers mix."""
     named = list(named)
-    mine = [
-        (name, dtype_name(param.dtype), tuple(param.shape), param.stride()) for name, param in named
-    ]
+    mine = [(of, dtype_name(p.dtype), tuple(p.shape), p.stride()) for of, p in named]
     root = process_set.ranks[0]
-    first = broadcast_object(mine, root, process_set=process_set)
+    first = broadcast_object(mine, root, f"{name}.first", process_set)
     problem = None
     if repr(first) != repr(mine):
         problem = _difference(first, mine, f"rank {root}", f"rank {world().rank}")
     gpus = {_gpu(param.device) for _, param in named if param.is_cuda}
-    everyone = allgather_object((problem, gpus), process_set=process_set)
+    everyone = allgather_object((problem, gpus), name, process_set)
     for text, _ in everyone:
         if text is not None:
             raise UsageError(f"parameters differ between ranks: {text}")

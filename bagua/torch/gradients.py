@@ -10,7 +10,6 @@ use), everything is waited for, and every `param.grad` is what all ranks share.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,7 +20,6 @@ from bagua.algorithms import Algorithm
 from bagua.common.errors import BaguaError, UsageError
 from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.objects import broadcast_object
-from bagua.common.process_set import ProcessSet
 from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch import capture, hooks
@@ -37,7 +35,6 @@ from bagua.torch.pieces import raise_first
 from bagua.torch.safety import NonFinite, first_not_finite
 from bagua.torch.standing import Standing, in_one_piece
 
-_optimizer_numbers = itertools.count()
 _all: weakref.WeakSet[Gradients] = weakref.WeakSet()
 # Who has begun to exchange in which backward pass.
 _by_task: dict[int, list[weakref.ref[Gradients]]] = {}
@@ -57,7 +54,7 @@ class Gradients:
         num_groups: int,
         groups: Sequence[Sequence[torch.Tensor]] | None,
         sparse_as_dense: bool,
-        process_set: ProcessSet,
+        standing: Standing,
         algorithm: Algorithm,
         step: int = 0,
     ) -> None:
@@ -65,29 +62,25 @@ class Gradients:
         self.passes_per_step = 1
         self.paused = False  # by no_sync
         self._optimizer = optimizer
-        self._process_set = process_set
+        self._process_set = process_set = standing.process_set
+        self.standing = standing
         names = checked_names(optimizer, named_parameters)
-        # Ranks outside a process set have not made its optimizers: one rank does the counting.
-        self._number, self._overlaps = broadcast_object(
-            (next(_optimizer_numbers), world().overlaps(torch.get_num_threads())),
-            process_set.ranks[0],
-            process_set=process_set,
-        )
+        overlaps = world().overlaps(torch.get_num_threads())
+        name, root = standing.name("overlaps"), process_set.ranks[0]
+        self._overlaps = broadcast_object(overlaps, root, name, process_set)
         self._plan = Plan(
-            f"optimizer.{self._number}",
+            standing,
             algorithm,
             op,
             scales,
-            process_set,
             compression.wire_dtype,
             int(config.bucket_mb * 2**20),
             fold_of(optimizer, algorithm),
             step,
         )
-        self.standing = Standing(self._plan.prefix, process_set)
         self._watch = None
         if config.check_finite != "off":
-            self._watch = NonFinite(process_set, f"{self._plan.prefix}.finite")
+            self._watch = NonFinite(process_set, standing.name("finite"))
         self._loose = Loose(self._plan, compression)
         self.layout = Layout(
             optimizer,
@@ -243,7 +236,7 @@ class Gradients:
         # Before anybody waits, everything that this pass has gradients for is launched: another
         # rank may wait for any of it first. In one order, since the first time may wait, too.
         alive = [other for other in (ref() for ref in _by_task.pop(self._task, [])) if other]
-        alive = sorted(alive, key=lambda gradients: gradients._number)
+        alive = sorted(alive, key=lambda gradients: gradients.standing.number)
         alive = [other for other in alive if not other._silent]
         if claims.contested:  # the result of one may be where another's gradient is
             for other in alive:

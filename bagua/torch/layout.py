@@ -100,7 +100,7 @@ class Layout:
         fresh = [(self.name_of(param), param) for param in wanted if param not in self._hooks]
         # If that is an error it is one the next time, too.
         named = [*((slot.name, slot.param) for slot in known), *fresh]
-        check_parameters(named, self._plan.process_set)
+        check_parameters(named, f"{self._plan.prefix}.parameters", self._plan.process_set)
         self.params, self._required = everything, [p.requires_grad for p in everything]
         for param in gone:
             self._drop(param)

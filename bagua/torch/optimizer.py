@@ -27,7 +27,7 @@ from bagua.torch.gradients import Gradients
 from bagua.torch.mixing import Mixing
 from bagua.torch.outer import Outer
 from bagua.torch.scaling import Scaling
-from bagua.torch.standing import around_users_code, in_one_piece
+from bagua.torch.standing import Standing, around_users_code, in_one_piece
 from bagua.torch.wrapped import Wrapped
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
@@ -101,6 +101,7 @@ class DistributedOptimizer(Wrapped):
         self._scaling = Scaling()
         self._loaded: dict[str, Any] | None = None  # of an algorithm that comes with the next step
         self._passes = backward_passes_per_step
+        self._standing = Standing(process_set)
         self._algorithm = self._checked(algorithm or world().config.algorithm)
         if algorithm is not None:
             self._tell_what_is_overruled(algorithm)
@@ -214,9 +215,11 @@ class DistributedOptimizer(Wrapped):
 
         Where replicas had been different, all end with their exact average first.
         """
+        self._catch_up()
+        self._standing.check()
         wanted = self._checked(algorithm)
         if wanted.at(0).what in ("grad", "momentum") and self.unscales:
-            self._scaling.refuse_different(self._process_set)
+            self._scaling.refuse_different(self._standing.name("overflows"), self._process_set)
         self._algorithm = wanted
         self._tell_what_is_exact()
         self._since = self._step
@@ -241,7 +244,7 @@ class DistributedOptimizer(Wrapped):
     @in_one_piece
     def consensus_distance(self) -> float:
         """How far weights of the ranks are from their mean, relative to it; every rank calls it."""
-        name = self._driver.standing.name("consensus")
+        name = self._standing.name("consensus")
         return safety.consensus_distance(self._driver.named(), name, self._process_set)
 
     def at_rest(self) -> bool:
@@ -250,6 +253,7 @@ class DistributedOptimizer(Wrapped):
 
     def withdraw(self) -> None:
         """This rank has been interrupted in the middle of a step: the others hear so."""
+        self._standing.withdraw()
         self._driver.withdraw()
 
     def _rest(self, resting: bool) -> None:
@@ -297,9 +301,10 @@ class DistributedOptimizer(Wrapped):
         steps = self._step - self._since if in_step else 0
         names = checked_names(self.inner, self._named)
         settings = {**self._of_gradients, "backward_passes_per_step": self._passes}
-        check_algorithm(found, steps, settings, names, self._process_set)
+        name, group = self._standing.name, self._process_set
+        check_algorithm(found, steps, settings, names, name("algorithm"), group)
         op: Any = self._of_gradients["op"]
-        check_own([(name, param) for param, name in names.items()], found, op, self._process_set)
+        check_own([(of, param) for param, of in names.items()], found, op, name("own"), group)
         return found
 
     def _driver_of(self, algorithm: Algorithm) -> Driver:
@@ -307,7 +312,7 @@ class DistributedOptimizer(Wrapped):
             return Gradients(
                 self.inner,
                 self._named,
-                process_set=self._process_set,
+                standing=self._standing,
                 algorithm=algorithm,
                 step=self._step,
                 **self._of_gradients,
@@ -315,7 +320,7 @@ class DistributedOptimizer(Wrapped):
         kind: type[BetweenSteps] = Outer if algorithm.what == "delta" else Mixing
         if algorithm.when == "background":
             kind = Background
-        driver = kind(self.inner, self._named, algorithm, self._process_set, self._step)
+        driver = kind(self.inner, self._named, algorithm, self._standing, self._step)
         if isinstance(driver, Background):
             driver.resting = self._resting
         return driver
@@ -323,9 +328,10 @@ class DistributedOptimizer(Wrapped):
     def _catch_up(self) -> None:
         """Changes to the algorithm of this step."""
         now, wanted = self._driver, self._algorithm.at(self._step - self._since)
-        if now.standing.withdrawn and self._process_set.size() == 1:
+        if self._standing.withdrawn and self._process_set.size() == 1:
+            self._standing = Standing(self._process_set)
             return self._change_to(wanted)  # nobody else is in the middle of anything
-        if wanted == now.algorithm or now.standing.withdrawn:
+        if wanted == now.algorithm or self._standing.withdrawn:
             return
         capture.refuse("from here on it is %r; take some steps before", wanted)
         if isinstance(now, Gradients) and wanted.what in ("grad", "momentum"):
@@ -339,8 +345,9 @@ class DistributedOptimizer(Wrapped):
             self._loaded = None
 
     def _change_to(self, algorithm: Algorithm) -> None:
-        before, self._driver = self._driver, self._driver_of(algorithm)
-        self._driver.passes_per_step, self._driver.paused = before.passes_per_step, before.paused
+        before, driver = self._driver, self._driver_of(algorithm)
+        driver.passes_per_step, driver.paused = before.passes_per_step, before.paused
+        self._driver = driver
 
     def _check_replicas(self) -> None:
         every = int(world().config.check_replicas_every)
@@ -352,7 +359,7 @@ class DistributedOptimizer(Wrapped):
             return
         self._compared = self._step
         if equal:
-            name = self._driver.standing.name("replicas")
+            name = self._standing.name("replicas")
             return safety.check_replicas(self._driver.named(), name, self._process_set)
         distance = self.consensus_distance()
         if self._process_set.rank() == 0:
@@ -398,7 +405,7 @@ class DistributedOptimizer(Wrapped):
     def own_state(self) -> dict[str, Any]:
         """What `state_dict()` has beside the wrapped optimizer's; may be empty."""
         kept_now = self._loaded
-        if kept_now is None and not self._driver.standing.withdrawn:
+        if kept_now is None and not self._standing.withdrawn:
             kept_now = self._driver.state()
         if kept_now is None and not self._algorithm.warmup_steps:
             return {}
@@ -426,7 +433,10 @@ class DistributedOptimizer(Wrapped):
         self._step, self._since = progress
         self._driver.go_to(self._step, state_due)
 
+    @in_one_piece
     def add_param_group(self, param_group: Any) -> None:
+        self._catch_up()
+        self._standing.check()
         self.inner.add_param_group(param_group)
         self._driver.refresh()
 

@@ -51,10 +51,10 @@ class Scaling:
             setattr(told, name, None)
         return left
 
-    def refuse_different(self, process_set: ProcessSet) -> None:
+    def refuse_different(self, name: str, process_set: ProcessSet) -> None:
         """Where each rank unscales by itself, each has a scale of its own in time."""
         overflows, self._overflows = float(self._overflows), 0.0
-        if not safety.alike(overflows, "overflows", process_set):
+        if not safety.alike(overflows, name, process_set):
             raise UsageError(
                 "GradScalers of the ranks have had overflows at different steps, so their scales "
                 "differ, and gradients are averaged with one: make a new GradScaler on every rank, "

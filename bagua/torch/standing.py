@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from bagua.common.core import core
 from bagua.common.errors import BaguaError, UsageError
+from bagua.common.objects import broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
 
@@ -22,26 +24,41 @@ _REMEDY = (
     "optimizer anew on every rank, and broadcast_parameters() or load a checkpoint"
 )
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_numbers = itertools.count()  # of optimizers
 
 
 class Standing:
-    """Of this rank, in what has names that begin with `prefix` and a dot."""
+    """Of this rank, in all that an optimizer exchanges, whichever driver does.
 
-    def __init__(self, prefix: str, process_set: ProcessSet) -> None:
-        self._prefix, self._process_set = prefix, process_set
+    Every name of that begins with `prefix` and a dot; without a name nothing may be exchanged.
+    """
+
+    def __init__(self, process_set: ProcessSet) -> None:
+        root = process_set.ranks[0]
+        # Ranks outside a process set have not made its optimizers: one rank does the counting.
+        self.number = broadcast_object(next(_numbers), root, process_set=process_set)
+        self.prefix = f"optimizer.{self.number}"
+        self.process_set = process_set
         self.withdrawn = False
+        self._generations = itertools.count(1)
 
     def name(self, what: str) -> str:
-        return f"{self._prefix}.{what}"
+        return f"{self.prefix}.{what}"
+
+    def generation(self) -> int:
+        """Of what is laid out anew, so that its names are new ones."""
+        return next(self._generations)
 
     def withdraw(self) -> None:
+        if self.withdrawn:
+            return
         with contextlib.suppress(BaguaError):  # the engine may have ended
-            core.withdraw(world().engine, f"{self._prefix}.", self._process_set._id(), _REMEDY)
+            core.withdraw(world().engine, f"{self.prefix}.", self.process_set._id(), _REMEDY)
         self.withdrawn = True
 
     def check(self) -> None:
         if self.withdrawn:
-            raise UsageError(f"{self._prefix}: this rank {_REMEDY}")
+            raise UsageError(f"{self.prefix}: this rank {_REMEDY}")
 
 
 def _guard(method: _Method, runs_users_code: bool) -> _Method:

@@ -42,6 +42,7 @@ class InterruptAt:
 
     def __exit__(self, kind, *_) -> bool:
         sys.settrace(self._before)
+        torch.set_grad_enabled(True)  # between a block of no_grad and its end it comes too early
         return kind is KeyboardInterrupt
 
     def _trace(self, frame, event, _):
@@ -105,6 +106,42 @@ class Weights(Gradients):
             torch.testing.assert_close(param.data, torch.full_like(param, mean), rtol=1e-6, atol=0)
 
 
+class Switches(Gradients):
+    """They go on with another algorithm after the first step."""
+
+    def __init__(self, everyone, hvd, algorithms) -> None:
+        super().__init__(everyone, hvd, algorithms[0], True)
+        self.other = algorithms[1]
+
+    def step(self, number: int) -> None:
+        if number == 1:
+            self.optimizer.set_algorithm(self.other)
+        super().step(number)
+
+    def check(self, number: int) -> None:
+        if (self.other if number else self.algorithm).what == "grad":
+            super().check(number)
+
+
+class Grows(Gradients):
+    """A parameter is added after the first step."""
+
+    def wrap(self):
+        self.params = self.params[:3]
+        self.sgd = torch.optim.SGD(self.params, lr=0.0)
+        super().wrap()
+
+    def step(self, number: int) -> None:
+        if number == 1:
+            self.params = [*self.params, nn.Parameter(torch.zeros(7))]
+            self.optimizer.add_param_group({"params": self.params[3:]})
+        super().step(number)
+
+    def check(self, number: int) -> None:
+        if self.algorithm.what == "grad":
+            super().check(number)
+
+
 GRADIENTS = [GradientAllreduce(), ByteGrad(hierarchical=False), PowerSGD(warmup_steps=0)]
 WEIGHTS = [
     Decentralized(when="step", peers="all"),
@@ -164,3 +201,22 @@ def test_gradients(everyone, hvd, algorithm, overlap, set_to_none, monkeypatch):
 def test_averages_of_weights(everyone, hvd, algorithm):
     stride = 29 if algorithm.when == "background" else 13
     interrupt_each(everyone, hvd, Weights(everyone, hvd, algorithm, True), stride)
+
+
+SWITCHES = [
+    (GradientAllreduce(), ByteGrad(hierarchical=False)),
+    (GradientAllreduce(), LocalSGD(every=1)),
+    (LocalSGD(every=1), GradientAllreduce()),
+    (AsyncModelAverage(sync_interval_ms=0.0), Decentralized(when="step", peers="all")),
+]
+
+
+@pytest.mark.parametrize("algorithms", SWITCHES, ids=lambda pair: "-".join(map(name_of, pair)))
+def test_another_algorithm(everyone, hvd, algorithms):
+    stride = 67 if algorithms[0].when == "background" else 31
+    interrupt_each(everyone, hvd, Switches(everyone, hvd, algorithms), stride)
+
+
+@pytest.mark.parametrize("algorithm", [GradientAllreduce(), LocalSGD(every=1)], ids=name_of)
+def test_a_parameter_that_is_added(everyone, hvd, algorithm):
+    interrupt_each(everyone, hvd, Grows(everyone, hvd, algorithm, True), 31)

@@ -191,9 +191,7 @@ def test_steps_that_are_missing_in_the_warm_up(everyone, hvd, how, monkeypatch):
     monkeypatch.setattr(world(), "config", config)
     x = torch.ones(SHAPES[0], dtype=torch.float64)
     m, v = torch.zeros_like(x), torch.zeros_like(x)
-    taken = 0
-    for step in (0, 2, 3, 4, 6, 7):
-        taken += 1
+    for taken, step in enumerate((0, 2, 3, 4, 6, 7), 1):
         g = sum(gradient(rank, step, x.shape).double() for rank in everyone.ranks) / everyone.size
         m = 0.9 * m + 0.1 * g
         if step < 4:
