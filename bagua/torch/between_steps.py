@@ -16,7 +16,7 @@ from bagua.common.errors import UsageError
 from bagua.common.kinds import Average
 from bagua.common.warn import warn
 from bagua.common.world import world
-from bagua.torch import capture, kept, ops
+from bagua.torch import capture, kept, moments, ops
 from bagua.torch.arrays import dtype_name
 from bagua.torch.checks import check_parameters, checked_names
 from bagua.torch.own import is_own
@@ -117,6 +117,13 @@ class BetweenSteps:
             name = self.standing.name("settle")
             ops.grouped_allreduce_(params, name=name, op=Average, process_set=self._process_set)
             self._all_equal()
+
+    def hand_over(self) -> None:
+        """Steps are everybody's from here on: all ranks end with equal weights and moments."""
+        self.refresh()
+        named = [(self._name(param), param) for param in self._all_params if not is_own(param)]
+        moments.settle(self._optimizer, named, self.standing.name("moments"), self._process_set)
+        self.settle()
 
     def close(self) -> None:
         self._land()

@@ -11,7 +11,7 @@ from bagua.common.errors import UsageError
 from bagua.common.objects import allgather_object, broadcast_object, broadcast_object_fn
 from bagua.common.process_set import ProcessSet, global_process_set
 from bagua.common.world import rank, world
-from bagua.torch import ops
+from bagua.torch.nested import broadcast_all, broadcast_nested
 from bagua.torch.optimizer import DistributedOptimizer
 from bagua.torch.own import OwnMemory, is_own
 
@@ -67,7 +67,7 @@ def broadcast_parameters(
         _, tensor = item
         if isinstance(tensor, torch.Tensor) and not own.has(tensor):
             distinct.setdefault(_memory_of(tensor), tensor)
-    _broadcast(list(distinct.values()), root_rank, process_set)
+    broadcast_all(list(distinct.values()), root_rank, process_set)
 
 
 def broadcast_optimizer_state(
@@ -90,32 +90,18 @@ def broadcast_optimizer_state(
         optimizer = optimizer.inner
     _check_same_groups(optimizer, process_set)
     is_root = rank() == root_rank
-    tensors: list[torch.Tensor] = []
     params = [param for group in optimizer.param_groups for param in group["params"]]
     own = [index for index, param in enumerate(params) if is_own(param)]
-    skeleton = None
-    if is_root:
-        shared = optimizer.state_dict()
-        if own:
-            state = {index: each for index, each in shared["state"].items() if index not in own}
-            shared = {**shared, "state": state}
-        skeleton = _without_tensors(shared, tensors)
-    skeleton = broadcast_object(skeleton, root_rank, process_set=process_set)
-    if not is_root:
-        skeleton = _with_empty_tensors(skeleton, tensors, _gpu_of(optimizer))
-    _broadcast(tensors, root_rank, process_set)
+    shared = optimizer.state_dict() if is_root else {}
+    if is_root and own:
+        state = {index: each for index, each in shared["state"].items() if index not in own}
+        shared = {**shared, "state": state}
+    shared = broadcast_nested(shared, root_rank, _gpu_of(optimizer), process_set)
     if not is_root:
         kept = {params[index]: optimizer.state.get(params[index]) for index in own}
-        optimizer.load_state_dict(skeleton)
-        _keep_dtypes(optimizer, skeleton)
+        optimizer.load_state_dict(shared)
+        _keep_dtypes(optimizer, shared)
         optimizer.state.update({param: state for param, state in kept.items() if state})
-
-
-def _broadcast(tensors: list[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:
-    # Those on a GPU apart, so that they can stay there: all ranks have the same ones on GPUs.
-    for is_cpu in (True, False):
-        if alike := [tensor for tensor in tensors if tensor.is_cpu == is_cpu]:
-            ops.grouped_broadcast_(alike, root_rank, process_set=process_set)
 
 
 def _memory_of(tensor: torch.Tensor) -> Any:
@@ -139,54 +125,6 @@ def _check_same_groups(optimizer: torch.optim.Optimizer, process_set: ProcessSet
 def _gpu_of(optimizer: torch.optim.Optimizer) -> torch.device | None:
     params = (param for group in optimizer.param_groups for param in group["params"])
     return next((param.device for param in params if param.is_cuda), None)
-
-
-class _Placeholder:
-    """Stands for a tensor in a pickled state."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
-        self.is_cpu = tensor.is_cpu
-
-
-def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """A copy of nested containers with placeholders for the tensors, which go to the list."""
-
-    def replace(tensor: torch.Tensor) -> Any:
-        tensors.append(tensor.detach())
-        return _Placeholder(tensor)
-
-    return _mapped(value, torch.Tensor, replace)
-
-
-def _with_empty_tensors(value: Any, tensors: list[torch.Tensor], gpu: torch.device | None) -> Any:
-    """The reverse, with new tensors to be filled."""
-
-    def replace(placeholder: _Placeholder) -> Any:
-        if gpu is None and not placeholder.is_cpu:
-            raise UsageError(
-                "broadcast_optimizer_state: the root's optimizer has state on a GPU, and this "
-                "rank's has its parameters on the CPU"
-            )
-        device = "cpu" if placeholder.is_cpu else gpu
-        tensors.append(torch.empty(placeholder.shape, dtype=placeholder.dtype, device=device))
-        return tensors[-1]
-
-    return _mapped(value, _Placeholder, replace)
-
-
-def _mapped(value: Any, kind: type, replace: Any) -> Any:
-    """A copy of nested containers in which every object of a kind is replaced."""
-    if isinstance(value, kind):
-        return replace(value)
-    if isinstance(value, dict):
-        return {key: _mapped(item, kind, replace) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(item, kind, replace) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(item, kind, replace) for item in value)
-    return value
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:

@@ -334,10 +334,14 @@ class DistributedOptimizer(Wrapped):
         if wanted == now.algorithm or self._standing.withdrawn:
             return
         capture.refuse("from here on it is %r; take some steps before", wanted)
-        if isinstance(now, Gradients) and wanted.what in ("grad", "momentum"):
+        shares_steps = wanted.what in ("grad", "momentum")
+        if isinstance(now, Gradients) and shares_steps:
             now.change(wanted)
         else:
-            now.settle()
+            if isinstance(now, BetweenSteps) and shares_steps:
+                now.hand_over()
+            else:
+                now.settle()
             now.close()
             self._change_to(wanted)
         if self._loaded is not None:

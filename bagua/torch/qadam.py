@@ -48,7 +48,8 @@ class QAdam(torch.optim.Optimizer):
             raise UsageError(f"warmup_steps is a number of steps, at least 1, not {warmup_steps}")
         self.warmup_steps = int(warmup_steps)
         self._folded: set[torch.Tensor] = set()  # their `grad` is momentum already
-        self._roots: dict[torch.Tensor, torch.Tensor] = {}  # of variances that are frozen
+        # Of variances that are frozen, and which those were.
+        self._roots: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor, int]] = {}
         super().__init__(
             params,
             {
@@ -147,7 +148,7 @@ class QAdam(torch.optim.Optimizer):
             param.mul_(1 - group["lr"] * group["weight_decay"])
         rate = -group["lr"] / (1 - beta ** state["step"])
         if param in self._folded:
-            momentum.copy_(param.grad).mul_(self._roots.get(param, 1))
+            momentum.copy_(param.grad).mul_(self._roots[param][0] if param in self._roots else 1)
             param.add_(param.grad, alpha=rate)  # type: ignore[arg-type]
             return
         gradient = self._decayed(param, param.grad.clone(), group)  # type: ignore[union-attr]
@@ -159,14 +160,9 @@ class QAdam(torch.optim.Optimizer):
             variance.mul_(beta_of_variance)
             variance.addcmul_(gradient, gradient, value=1 - beta_of_variance)
             state["variance_steps"] += 1
-            self._roots.pop(param, None)
             variance = variance / (1 - beta_of_variance ** state["variance_steps"])
             root = variance.sqrt_().add_(group["eps"])
         param.addcdiv_(momentum, root, value=rate)
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        super().load_state_dict(state_dict)
-        self._roots.clear()
 
     def _frozen_root(
         self, param: torch.Tensor, group: dict[str, Any], gradient: torch.Tensor
@@ -176,19 +172,22 @@ class QAdam(torch.optim.Optimizer):
         The variance of values which had next to no gradient tells nothing: it is taken for a
         hundredth of their tensor's mean, else what a codec adds would move them far.
         """
-        root = self._roots.get(param)
-        if root is not None:
-            return root
         state = self.state[param]
-        variance = state["variance"]
+        variance = frozen = state["variance"]
+        if param in self._roots:
+            root, of, version = self._roots[param]
+            if of is frozen and version == frozen._version:
+                return root
         if not variance.any():
             if gradient.any():
                 raise UsageError(
                     f"a parameter of shape {tuple(param.shape)} had no gradient in the warm-up, so "
                     "its variance is not known; warm up longer, or give it an optimizer of its own"
                 )
+            self._roots.pop(param, None)
             return torch.ones_like(variance)  # there is nothing to divide
         variance = variance / (1 - group["betas"][1] ** state["variance_steps"])
         variance.clamp_(min=_LEAST_VARIANCE * variance.mean())
-        self._roots[param] = variance.sqrt_().add_(group["eps"])
-        return self._roots[param]
+        root = variance.sqrt_().add_(group["eps"])
+        self._roots[param] = (root, frozen, frozen._version)
+        return root

@@ -643,21 +643,113 @@ def test_a_checkpoint_of_one_rank_begins_anew(everyone, hvd, algorithm, recwarn)
     assert warned == (everyone.size > 1)
 
 
-def test_from_one_to_another(everyone, hvd):
-    replica = Replica(everyone.me, "sgd")
+def assert_equal_everywhere(hvd, params) -> None:
+    mine = [param.detach() for param in params]
+    for theirs in hvd.allgather_object(mine):
+        assert all(torch.equal(a, b) for a, b in zip(theirs, mine))
+
+
+@pytest.mark.parametrize("inner", list(INNER))
+def test_from_one_to_another(everyone, hvd, inner):
+    """Where gradients travel replicas are equal in every bit, and stay so."""
+    replica = Replica(everyone.me, inner)
     optimizer = hvd.DistributedOptimizer(replica.optimizer)
     for number, algorithm in enumerate(
-        ["decentralized", "bytegrad", "low_precision_decentralized", "local_sgd", "topk", "diloco"]
+        [
+            Decentralized(hierarchical=False),
+            "bytegrad",
+            LowPrecisionDecentralized(hierarchical=False),
+            "topk",
+            LocalSGD(every=2),
+            "gradient_allreduce",
+            LocalSGD(every=2, when="forward"),
+            DiLoCo(every=2),
+            "powersgd",
+            AsyncModelAverage(sync_interval_ms=0.0),
+            "gradient_allreduce",
+        ]
     ):
         for step in range(3):
             optimizer.zero_grad()
             replica.backward(10 * number + step)
             optimizer.step()
+            if optimizer.algorithm.what == "grad":
+                assert_equal_everywhere(hvd, replica.params)
         optimizer.set_algorithm(algorithm)
         assert optimizer.consensus_distance() < 1e-12
+    for step in range(3):
+        optimizer.zero_grad()
+        replica.backward(step)
+        optimizer.step()
+    assert_equal_everywhere(hvd, replica.params)
+
+
+class WeightsFirst(Algorithm):
+    """Gradients travel from the fourth step on."""
+
+    def at(self, step: int) -> Algorithm:
+        return Decentralized(hierarchical=False) if step < 3 else Algorithm()
+
+
+@pytest.mark.parametrize("inner", list(INNER))
+@pytest.mark.parametrize("resume_at", [-1, 2])
+def test_a_warm_up_by_weights(everyone, hvd, inner, resume_at):
+    """Where it ends ranks go on with equal moments, also in a run that has resumed."""
+    replica = Replica(everyone.me, inner)
+    optimizer = hvd.DistributedOptimizer(replica.optimizer, algorithm=WeightsFirst())
+    for step in range(6):
+        if step == resume_at:
+            state = copy.deepcopy((values([replica])[0], optimizer.state_dict()))
+            replica = Replica(everyone.me, inner)
+            put(replica, state[0])
+            optimizer = hvd.DistributedOptimizer(replica.optimizer, algorithm=WeightsFirst())
+            optimizer.load_state_dict(state[1])
+        optimizer.zero_grad()
+        replica.backward(step)
+        optimizer.step()
+    assert optimizer.algorithm.at(step) == optimizer._driver.algorithm
+    assert_equal_everywhere(hvd, replica.params)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_ranks_that_have_not_all_stepped_a_parameter(everyone, hvd, frozen):
+    """It is frozen while ranks change to gradients, or of one rank alone."""
+    replica = Replica(everyone.me, "adam")
+    optimizer = hvd.DistributedOptimizer(replica.optimizer, algorithm=LocalSGD(every=2))
+    for step in range(4):
+        optimizer.zero_grad()
+        replica.backward(step)
+        if not frozen and everyone.me != everyone.size - 1:
+            replica.params[1].grad = None
+        optimizer.step()
+    replica.params[1].requires_grad_(not frozen)
     optimizer.set_algorithm("gradient_allreduce")
-    replicas = hvd.allgather_object([param.detach() for param in replica.params])
-    assert all(torch.equal(a, b) for theirs in replicas for a, b in zip(theirs, replicas[0]))
+    replica.params[1].requires_grad_(True)
+    for step in range(3):
+        optimizer.zero_grad()
+        replica.backward(step)
+        optimizer.step()
+        assert_equal_everywhere(hvd, replica.params)
+
+
+def test_gradients_after_weights_want_all_ranks(everyone, hvd):
+    """One that has joined has moments that count, too; where it does not step weights stay."""
+    replica = Replica(everyone.me, "momentum")
+    optimizer = hvd.DistributedOptimizer(replica.optimizer, algorithm=WeightsFirst())
+    for step in range(2):
+        optimizer.zero_grad()
+        replica.backward(step)
+        optimizer.step()
+    if everyone.me > 0:
+        optimizer.zero_grad()
+        replica.backward(2)
+        with pytest.raises(hvd.UsageError, match="or that rank has joined"):
+            optimizer.step()
+        before = values([replica])[0]
+        with pytest.raises(hvd.UsageError, match="or that rank has joined"):
+            optimizer.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(before, replica.params))
+    hvd.join()
 
 
 def test_ranks_change_to_the_same(everyone, hvd):
