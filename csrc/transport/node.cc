@@ -109,8 +109,7 @@ std::unique_ptr<Node> Node::meet(const std::vector<int>& ranks, int rank, const 
 }
 
 Node::~Node() {
-  constexpr double kPatienceS = 5;  // with a peer that does not even copy what it was given
-  const double deadline_s = now_s() + kPatienceS;
+  const double deadline_s = now_s() + patience_s_;
   for (size_t peer = 0; peer < peers_.size(); ++peer)
     while (peers_[peer].owes && !abandoned_ && now_s() < deadline_s)
       if (heard(static_cast<int>(peer))) {

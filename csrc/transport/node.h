@@ -34,6 +34,8 @@ class Node {
 
   // Waits until the others are through with this rank's memory, unless abandoned.
   ~Node();
+  // For tests: how long it does.
+  void set_patience(double s) { patience_s_ = s; }
   // Something broke: there is nobody left to wait for. Who is slow may still read the stage, which
   // therefore stays.
   void abandon();
@@ -95,6 +97,7 @@ class Node {
   size_t stage_nbytes_ = 0;
   int asked_ = 0;  // the peer that heard() was last called for
   bool abandoned_ = false;
+  double patience_s_ = 5;  // with a peer that does not even copy what it was given
 };
 
 }  // namespace bagua

@@ -181,27 +181,20 @@ def test_stopped_rank_is_named_on_every_other(run, stopped, busy):
         f"""
 big = np.ones(4 << 20, np.float32)
 bagua.allreduce_(big, name="big")
-def stop():
-    say("stops", time.time())
-    os.kill(os.getpid(), signal.SIGSTOP)
 if me == {stopped}:
-    threading.Timer(0.2, stop).start()
+    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()
     {"pass" if busy else "time.sleep(1000)"}
 def work():
     {work}
 expect_error(work)
-say("noticed", time.time())
 meet(2)
 os._exit(0)
 """,
         timeout_s=40,
     )
-    stopped_at = float(re.search(r"stops (\S+)", result.stdout[stopped])[1])
     for rank in {0, 1, 2} - {stopped}:
         assert f"PeerError rank {stopped} (host" in result.stdout[rank], result
         assert "has not answered" in result.stdout[rank], result
-        noticed_at = float(re.search(r"noticed (\S+)", result.stdout[rank])[1])
-        assert noticed_at > stopped_at
 
 
 def test_slow_rank_is_no_stopped_one(run):
