@@ -27,7 +27,7 @@ class Transport {
   // Makes progress; true once, when the message has left or arrived.
   virtual bool done(Ticket ticket) = 0;
 
-  // Who sends or receives it; -1 for what is done.
+  // Who sends or receives it; perhaps -1 where that is done already.
   virtual int peer_of(Ticket ticket) const = 0;
 
   // Lets messages that are done for us, but not yet for the peer, go on. Cheap.
