@@ -34,6 +34,14 @@ std::vector<int> Ledger::Set::arrived(const Pending& pending) const {
   return found;
 }
 
+std::vector<int> Ledger::Set::waiting(const Pending& pending) const {
+  std::vector<int> found = arrived(pending);
+  for (const auto& [member, full] : pending.later)
+    if (full.refusal.empty()) found.push_back(ranks[static_cast<size_t>(member)]);
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
 bool Ledger::Set::bit(int member, int32_t id) const {
   const auto& words = bits[static_cast<size_t>(member)];
   const auto word = static_cast<size_t>(id / 64);
@@ -227,7 +235,7 @@ std::vector<Ledger::Stall> Ledger::stalls(double now_s, double age_s) const {
       const std::string label = pending.label(key);
       found.push_back({id, key, label,
                        missing([&p = pending](int m) { return p.arrivals[m].has_value(); }),
-                       s.arrived(pending), pending.since_s});
+                       s.waiting(pending), pending.since_s});
     }
   }
   return found;

@@ -40,11 +40,11 @@ class Ledger {
     Key key;
     std::string label;
     std::vector<int> missing;  // ranks
-    std::vector<int> waiting;  // ranks that are ready
+    std::vector<int> waiting;  // ranks that are ready, or will be when a refusal is settled
     double since_s;
   };
   std::vector<Stall> stalls(double now_s, double age_s) const;
-  // Gives a stalled request up, with an error on every member.
+  // Gives a stalled request up, with an error on every rank that waits.
   void reject(const Stall& stall, const std::string& text);
   bool any_open() const;
 
@@ -86,6 +86,7 @@ class Ledger {
     std::string why_withdrawn(const std::string& name) const;  // empty: it is not
     std::vector<int> with_bit(int32_t id) const;               // ranks
     std::vector<int> arrived(const Pending& pending) const;    // ranks, without refusals
+    std::vector<int> waiting(const Pending& pending) const;    // those, and who came later
     bool bit(int member, int32_t id) const;
     void clear_bit(int member, int32_t id);
     void set_bit(int member, int32_t id);

@@ -232,6 +232,24 @@ say(bagua.allreduce(one(), name="next", op=bagua.Sum)[0])
     assert result.exit_code == 0, result
 
 
+def test_second_try_after_a_refusal_fails_when_the_others_do_not_come(run):
+    result = run(
+        2,
+        """
+if me == 0:
+    expect_error(lambda: bagua.allreduce(np.ones(4, ">f4"), name="skipped"))
+    expect_error(lambda: bagua.allreduce(one(), name="skipped"))
+meet()
+say(bagua.allreduce(one(), name="next", op=bagua.Sum)[0])
+""",
+        env={"BAGUA_STALL_FAIL_S": "1"},
+    )
+    assert re.search(r"UsageError .*\nPeerError skipped: rank 1 not ready", result.stdout[0]), result
+    for rank in (0, 1):
+        assert "2.0" in result.stdout[rank], result
+    assert result.exit_code == 0, result
+
+
 def test_call_that_one_rank_skips_is_warned_of(run):
     result = run(
         2,

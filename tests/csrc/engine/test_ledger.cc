@@ -62,6 +62,13 @@ class Book {
     for (const int rank : ledger.ranks_of(0)) tell(rank, full(name, d));
     return take().agreed.at(0).id;
   }
+  void remove_set(int32_t set) {
+    Description d;
+    d.kind = OpKind::kRemoveProcessSet;
+    d.root = set;
+    ++seq;
+    for (const int rank : ledger.ranks_of(0)) tell(rank, full("", d, seq));
+  }
   int32_t add_set(const std::vector<int64_t>& ranks) {
     Description d;
     d.kind = OpKind::kAddProcessSet;
@@ -232,6 +239,26 @@ TEST(Ledger, SecondTryAfterARefusalWaitsForTheOthersSecond) {
   EXPECT_EQ(book.take().agreed.size(), 1u);
 }
 
+TEST(Ledger, SecondTryAfterARefusalHearsWhenTheFirstIsGivenUp) {
+  for (const bool removed : {false, true}) {
+    Book book(3);
+    const int32_t set = book.add_set({0, 1});
+    book.tell(0, refusal("x", "bad"), set);
+    book.tell(0, full("x", sum_of(1)), set);
+    if (removed) {
+      book.remove_set(set);
+    } else {
+      for (const auto& stall : book.ledger.stalls(book.now_s + 10, 5))
+        book.ledger.reject(stall, "late");
+    }
+    const Decision d = book.take();
+    ASSERT_EQ(d.rejections.size(), 1u);
+    EXPECT_EQ(d.rejections[0].key.name, "x");
+    EXPECT_EQ(d.rejections[0].ranks, (std::vector<int32_t>{0}));
+    EXPECT_FALSE(book.ledger.any_open());
+  }
+}
+
 TEST(Ledger, RefusalOfAKnownNameMeetsBits) {
   Book book(3);
   const int32_t x = book.know("x", sum_of(1));
@@ -357,10 +384,7 @@ TEST(Ledger, RemovedProcessSetDecidesEverythingReported) {
   for (const int rank : {0, 2}) book.tell(rank, full("known", sum_of(1)), set);
   const int32_t known = book.take().agreed.at(0).id;
   book.tell(0, full("open", sum_of(1)), set);
-  Description removal;
-  removal.kind = OpKind::kRemoveProcessSet;
-  removal.root = set;
-  for (const int rank : {0, 1, 2}) book.tell(rank, full("", removal, 1));
+  book.remove_set(set);
   Decision d = book.take();
   ASSERT_EQ(d.rejections.size(), 1u);
   EXPECT_EQ(d.rejections[0].key.name, "open");
