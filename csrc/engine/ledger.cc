@@ -160,6 +160,7 @@ void Ledger::arrive_bit(int32_t set, int member, int32_t id, double now_s) {
 // Members whose bit is set arrive with the entry's own description.
 void Ledger::gather_bits(Set& s, int32_t id, Pending& pending) {
   const std::string bytes = s.entries[static_cast<size_t>(id)].description.encode();
+  if (pending.since_s == 0) pending.since_s = s.entries[static_cast<size_t>(id)].open_since_s;
   for (int member = 0; member < static_cast<int>(s.ranks.size()); ++member) {
     if (!s.bit(member, id)) continue;
     s.clear_bit(member, id);
@@ -183,10 +184,10 @@ void Ledger::arrive(int32_t set, int member, const Report::Full& full, double no
   Pending& pending = it->second;
   if (fresh) {
     pending.arrivals.resize(s.ranks.size());
-    pending.since_s = now_s;
     const auto known = s.by_name.find(full.key.name);
     if (full.key.seq == 0 && known != s.by_name.end()) gather_bits(s, known->second, pending);
   }
+  if (full.refusal.empty() && pending.since_s == 0) pending.since_s = now_s;
   auto& place = pending.arrivals[static_cast<size_t>(member)];
   if (place) {
     pending.later.push_back({member, full});
@@ -231,7 +232,7 @@ std::vector<Ledger::Stall> Ledger::stalls(double now_s, double age_s) const {
                        entry.open_since_s});
     }
     for (const auto& [key, pending] : s.pending) {
-      if (now_s - pending.since_s < age_s) continue;
+      if (pending.since_s == 0 || now_s - pending.since_s < age_s) continue;
       const std::string label = pending.label(key);
       found.push_back({id, key, label,
                        missing([&p = pending](int m) { return p.arrivals[m].has_value(); }),
@@ -253,7 +254,8 @@ void Ledger::reject(const Stall& stall, const std::string& text) {
 
 bool Ledger::any_open() const {
   for (const auto& [id, s] : sets_) {
-    if (!s.pending.empty()) return true;
+    for (const auto& [key, pending] : s.pending)
+      if (pending.since_s > 0) return true;
     for (const Entry& entry : s.entries)
       if (entry.open_since_s > 0) return true;
   }

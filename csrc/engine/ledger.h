@@ -62,7 +62,7 @@ class Ledger {
   struct Pending {
     std::vector<std::optional<Arrival>> arrivals;  // by member
     std::vector<std::string> descriptions;         // distinct ones, encoded
-    double since_s = 0;
+    double since_s = 0;                            // 0: nobody waits, who came was refused
     int count = 0;
     // A member that already arrived and reports again (its first try was refused) waits here.
     std::deque<std::pair<int, Report::Full>> later;

@@ -199,6 +199,7 @@ void Ledger::apply(int32_t set, const Description& description) {
     // What was still open in it can never be completed.
     for (const Stall& stall : stalls(1e18, 0))
       if (stall.set == id) reject(stall, "process set " + std::to_string(id) + " was removed");
+    s.pending.clear();
     decision(set);
   }
 }

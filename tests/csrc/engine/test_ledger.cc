@@ -416,6 +416,26 @@ TEST(Ledger, StallsNameWhoIsMissing) {
   EXPECT_EQ(book.take().agreed.size(), 1u);
 }
 
+// Whoever was refused has its error, and may never come again.
+TEST(Ledger, NobodyWaitsWhereAllWereRefused) {
+  Book book(3);
+  book.tell(0, refusal("x", "bad"));
+  EXPECT_TRUE(book.ledger.stalls(110, 5).empty());
+  EXPECT_FALSE(book.ledger.any_open());
+  book.now_s = 120;
+  book.tell(0, refusal("x", "worse"));
+  EXPECT_TRUE(book.ledger.stalls(130, 5).empty());
+  book.now_s = 140;
+  book.tell(0, full("x", sum_of(1)));
+  EXPECT_TRUE(book.ledger.any_open());
+  EXPECT_TRUE(book.ledger.stalls(144, 5).empty());
+  const auto stalls = book.ledger.stalls(145, 5);
+  ASSERT_EQ(stalls.size(), 1u);
+  EXPECT_EQ(stalls[0].since_s, 140);
+  EXPECT_EQ(stalls[0].waiting, std::vector<int>{0});
+  EXPECT_EQ(stalls[0].missing, (std::vector<int>{1, 2}));
+}
+
 TEST(Ledger, RemembersOnlySoManyUnnamed) {
   Book book(1);
   constexpr uint64_t kMany = 5000;
