@@ -147,6 +147,7 @@ void Engine::apply(const Decision& decision) {
 }
 
 RequestPtr Engine::take_open(Set& set, int32_t id, const Key& key) {
+  if (key.is_join()) return std::exchange(set.joining, nullptr);
   if (id >= 0 && key.seq == 0) {
     Entry& entry = set.entries[static_cast<size_t>(id)];
     if (entry.open) return std::move(entry.open);

@@ -61,7 +61,7 @@ void Ledger::Set::clear_bit(int member, int32_t id) {
   if (word < words.size()) words[word] &= ~(uint64_t{1} << (id % 64));
 }
 
-Ledger::Ledger(int world_size) {
+Ledger::Ledger(int world_size) : heard_s_(static_cast<size_t>(world_size)) {
   Set& world = sets_[0];
   world.ranks.resize(static_cast<size_t>(world_size));
   std::iota(world.ranks.begin(), world.ranks.end(), 0);
@@ -76,7 +76,7 @@ std::vector<Decision> Ledger::take(bool everything) {
   std::vector<Decision> taken;
   for (Decision& d : decisions_) {
     // Who has joined stands in for requests that were agreed before, and for no others.
-    everything = everything || d.last_joined >= 0;
+    everything = everything || d.ends_joins();
     // Bits come first and in the order of ids: this is what the others will see.
     std::stable_sort(d.agreed.begin(), d.agreed.end(), [](const auto& a, const auto& b) {
       return a.as_bit() && (!b.as_bit() || a.id < b.id);
@@ -118,6 +118,7 @@ Decision& Ledger::decision(int32_t set) {
 }
 
 void Ledger::report(int rank, const Report& report, double now_s) {
+  heard_s_[static_cast<size_t>(rank)] = now_s;
   const auto found = sets_.find(report.set);
   if (found == sets_.end()) return;  // a set that was removed while this was on its way
   const int member = found->second.member_of(rank);
@@ -130,7 +131,7 @@ void Ledger::report(int rank, const Report& report, double now_s) {
     const Entry& entry = found->second.entries[static_cast<size_t>(again.id)];
     arrive(report.set, member, {{"", again.seq}, entry.description.encode(), ""}, now_s);
   }
-  if (report.join) join(report.set, member);
+  if (report.join) join(report.set, member, now_s);
 }
 
 // For a process set that was removed while the report was on its way.
@@ -144,6 +145,7 @@ void Ledger::turn_away(int rank, const Report& report) {
   for (const auto& again : report.unnamed) reject({"", again.seq});
   for (const auto& full : report.full)
     if (full.refusal.empty()) reject(full.key);
+  if (report.join) reject({});
 }
 
 void Ledger::arrive_bit(int32_t set, int member, int32_t id, double now_s) {
@@ -238,11 +240,14 @@ std::vector<Ledger::Stall> Ledger::stalls(double now_s, double age_s) const {
                        missing([&p = pending](int m) { return p.arrivals[m].has_value(); }),
                        s.waiting(pending), pending.since_s});
     }
+    const auto joins = join_stall(id);
+    if (joins && now_s - joins->since_s >= age_s) found.push_back(*joins);
   }
   return found;
 }
 
 void Ledger::reject(const Stall& stall, const std::string& text) {
+  if (stall.key.is_join()) return reject_joins(stall, text);
   Set& s = sets_[stall.set];
   decision(stall.set).rejections.push_back({stall.key, ErrorKind::kPeer, text, stall.waiting});
   s.pending.erase(stall.key);
@@ -254,6 +259,7 @@ void Ledger::reject(const Stall& stall, const std::string& text) {
 
 bool Ledger::any_open() const {
   for (const auto& [id, s] : sets_) {
+    if (s.joined_count > 0) return true;
     for (const auto& [key, pending] : s.pending)
       if (pending.since_s > 0) return true;
     for (const Entry& entry : s.entries)

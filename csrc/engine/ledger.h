@@ -34,7 +34,8 @@ class Ledger {
   Decision take_background();
   const std::vector<int>& ranks_of(int32_t set) const;
 
-  // Requests that have been open for longer than age_s.
+  // Requests that have been open for longer than age_s. A join waits while others work, so it is
+  // one as long as all who have not joined have said nothing.
   struct Stall {
     int32_t set;
     Key key;
@@ -79,6 +80,7 @@ class Ledger {
     std::map<Key, Pending> pending;
     std::vector<bool> joined, left;  // by member
     int joined_count = 0;
+    double joined_since_s = 0;                                   // of the first
     int last_joined = -1;                                        // rank
     std::vector<std::pair<std::string, std::string>> withdrawn;  // beginnings of names, and why
 
@@ -108,11 +110,15 @@ class Ledger {
   void agree(int32_t set, const Key& key, const std::string& bytes);
   std::string objection(int32_t set, const Description& description) const;
   std::string mismatch(const Set& s, const Pending& pending) const;
-  void join(int32_t set, int member);
+  void join(int32_t set, int member, double now_s);
+  std::optional<Stall> join_stall(int32_t set) const;
+  void reject_joins(const Stall& stall, const std::string& text);
   void settle_join(int32_t set);
+  static void forget_joins(Set& s);
   void apply(int32_t set, const Description& description);
 
   std::map<int32_t, Set> sets_;
+  std::vector<double> heard_s_;  // by rank: its last report
   int32_t next_set_ = 1;
   std::vector<Decision> decisions_;
   std::deque<std::pair<int32_t, Decision::Agreed>> background_;  // with the process set

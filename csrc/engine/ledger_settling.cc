@@ -204,14 +204,44 @@ void Ledger::apply(int32_t set, const Description& description) {
   }
 }
 
-void Ledger::join(int32_t set, int member) {
+void Ledger::join(int32_t set, int member, double now_s) {
   Set& s = sets_[set];
   if (s.joined[static_cast<size_t>(member)]) return;
+  if (s.joined_count == 0) s.joined_since_s = now_s;
   s.joined[static_cast<size_t>(member)] = true;
   s.last_joined = s.ranks[static_cast<size_t>(member)];
   ++s.joined_count;
   settle_all(set);
   settle_join(set);
+}
+
+std::optional<Ledger::Stall> Ledger::join_stall(int32_t set) const {
+  const Set& s = sets_.at(set);
+  if (s.joined_count == 0) return std::nullopt;
+  Stall stall{set, {}, kind_name(OpKind::kJoin), {}, {}, s.joined_since_s};
+  for (size_t m = 0; m < s.ranks.size(); ++m) {
+    const int rank = s.ranks[m];
+    if (s.joined[m]) {
+      stall.waiting.push_back(rank);
+    } else if (!s.left[m]) {
+      stall.missing.push_back(rank);
+      stall.since_s = std::max(stall.since_s, heard_s_[static_cast<size_t>(rank)]);
+    }
+  }
+  return stall;
+}
+
+void Ledger::reject_joins(const Stall& stall, const std::string& text) {
+  // A decision of its own: what was agreed with who has joined comes before.
+  decisions_.emplace_back();
+  decisions_.back().set = stall.set;
+  decisions_.back().rejections.push_back({stall.key, ErrorKind::kPeer, text, stall.waiting});
+  forget_joins(sets_[stall.set]);
+}
+
+void Ledger::forget_joins(Set& s) {
+  s.joined.assign(s.joined.size(), false);
+  s.joined_count = 0;
 }
 
 // A join is over when every member has joined, or left and will not.
@@ -221,8 +251,7 @@ void Ledger::settle_join(int32_t set) {
   for (size_t m = 0; m < s.ranks.size(); ++m)
     if (!s.joined[m] && !s.left[m]) return;
   decision(set).last_joined = s.last_joined;
-  s.joined.assign(s.joined.size(), false);
-  s.joined_count = 0;
+  forget_joins(s);
   // A later decision of this set starts its order anew.
   decisions_.emplace_back();
   decisions_.back().set = set;

@@ -94,6 +94,11 @@ Report Report::decode(Reader& r) {
   return report;
 }
 
+bool Decision::ends_joins() const {
+  return last_joined >= 0 || std::any_of(rejections.begin(), rejections.end(),
+                                         [](const auto& r) { return r.key.is_join(); });
+}
+
 void Decision::encode(Writer& w) const {
   w.put(MessageType::kDecision);
   w.put(set);

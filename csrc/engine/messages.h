@@ -19,10 +19,12 @@ enum class MessageType : uint8_t {
   kBye,    // I shut down on purpose; rank 0 answers with it after its last decision
 };
 
-// Identifies a request across ranks: a name, or the position among the unnamed ones.
+// Identifies a request across ranks: a name, or the position among the unnamed ones. A join has
+// neither.
 struct Key {
   std::string name;
   uint64_t seq = 0;
+  bool is_join() const { return name.empty() && seq == 0; }
   bool operator<(const Key& other) const {
     return seq != other.seq ? seq < other.seq : name < other.name;
   }
@@ -81,6 +83,8 @@ struct Decision {
   std::vector<Rejection> rejections;
   int32_t last_joined = -1;  // not negative: every member has joined, this one last
 
+  // Whether it ends joins: who has joined then stands in for nothing more.
+  bool ends_joins() const;
   bool empty() const {
     return definitions.empty() && agreed.empty() && rejections.empty() && last_joined < 0;
   }

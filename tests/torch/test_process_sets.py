@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -70,6 +73,27 @@ def test_a_rank_outside_is_refused_and_the_set_goes_on(everyone, hvd, pair, memb
     if place is None:
         with pytest.raises(ValueError, match="not in process set"):
             hvd.broadcast_parameters({"weight": torch.ones(2)}, 0, process_set=pair)
+
+
+def test_a_join_ends_when_its_set_is_removed(everyone, hvd):
+    ranks = hvd.add_process_set([0, everyone.size - 1])
+    errors = []
+
+    def join():
+        with pytest.raises(hvd.BaguaError, match="process set") as error:
+            hvd.join(process_set=ranks)
+        errors.append(error)
+
+    thread = threading.Thread(target=join, daemon=True)
+    if everyone.me == 0:
+        thread.start()
+        time.sleep(0.1)  # lets the join arrive first
+    hvd.barrier()
+    hvd.remove_process_set(ranks)
+    if everyone.me == 0:
+        thread.join(30)
+        assert errors
+    hvd.barrier()
 
 
 def test_root_outside(everyone, hvd, pair, members):

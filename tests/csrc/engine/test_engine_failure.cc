@@ -241,5 +241,21 @@ TEST_P(EveryDriver, StallFailsTheRequestButNotTheEngine) {
   });
 }
 
+TEST_P(EveryDriver, StallFailsAJoin) {
+  Config strict = config();
+  strict.stall_fail_s = 0.5;
+  LoopbackWorld world(3, strict);
+  std::atomic<int> failed{0};
+  world.run([&](int rank) {
+    if (rank != 1) {
+      EXPECT_CONTAINS(error_of<PeerError>([&] { join(world[rank]); }),
+                      "join: rank 1 not ready after");
+    }
+    ++failed;
+    while (failed < 3) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    EXPECT_EQ(sum_of_ones(world[rank], "x"), 3);
+  });
+}
+
 }  // namespace
 }  // namespace bagua

@@ -40,8 +40,9 @@ class Book {
     r.unnamed.push_back({seq, id});
     ledger.report(rank, r, now_s);
   }
-  void join(int rank) {
+  void join(int rank, int32_t set = 0) {
     Report r;
+    r.set = set;
     r.join = true;
     ledger.report(rank, r, now_s);
   }
@@ -392,6 +393,31 @@ TEST(Ledger, RemovedProcessSetDecidesEverythingReported) {
   EXPECT_EQ(book.take().rejections.size(), 1u);
   book.bit(2, known, set);
   EXPECT_EQ(book.take().rejections.size(), 1u) << "a bit is a request too";
+  book.join(2, set);
+  d = book.take();
+  ASSERT_EQ(d.rejections.size(), 1u) << "and a join";
+  EXPECT_TRUE(d.rejections[0].key.is_join());
+  EXPECT_EQ(d.rejections[0].ranks, std::vector<int32_t>{2});
+}
+
+// Who has joined it has stood in until then, and goes on.
+TEST(Ledger, RemovedProcessSetEndsJoins) {
+  Book book(4);
+  const int32_t set = book.add_set({0, 1, 2});
+  Description patient = sum_of(1);
+  patient.background = true;
+  for (const int rank : {0, 2}) book.join(rank, set);
+  book.tell(1, full("held back", patient), set);
+  book.remove_set(set);
+  const auto taken = book.ledger.take();
+  ASSERT_EQ(taken.size(), 4u);
+  EXPECT_EQ(taken[2].agreed.size(), 1u) << "what was held back";
+  ASSERT_EQ(taken[3].rejections.size(), 1u);
+  EXPECT_EQ(taken[3].set, set);
+  EXPECT_TRUE(taken[3].rejections[0].key.is_join());
+  EXPECT_HAS(taken[3].rejections[0].text, "was removed");
+  EXPECT_EQ(taken[3].rejections[0].ranks, (std::vector<int32_t>{0, 2}));
+  EXPECT_FALSE(book.ledger.any_open());
 }
 
 TEST(Ledger, StallsNameWhoIsMissing) {
@@ -434,6 +460,34 @@ TEST(Ledger, NobodyWaitsWhereAllWereRefused) {
   EXPECT_EQ(stalls[0].since_s, 140);
   EXPECT_EQ(stalls[0].waiting, std::vector<int>{0});
   EXPECT_EQ(stalls[0].missing, (std::vector<int>{1, 2}));
+}
+
+TEST(Ledger, JoinsStallWhenTheOthersSayNothing) {
+  Book book(4);
+  book.ledger.leave(2);
+  book.join(1);
+  EXPECT_TRUE(book.ledger.any_open());
+  book.now_s = 108;
+  book.tell(3, full("x", sum_of(1)));  // which fails, but is work
+  book.take();
+  EXPECT_TRUE(book.ledger.stalls(112, 10).empty());
+  const auto stalls = book.ledger.stalls(118, 10);
+  ASSERT_EQ(stalls.size(), 1u);
+  EXPECT_EQ(stalls[0].label, "join");
+  EXPECT_EQ(stalls[0].missing, (std::vector<int>{0, 3}));
+  EXPECT_EQ(stalls[0].waiting, std::vector<int>{1});
+  EXPECT_EQ(stalls[0].since_s, 108);
+  book.ledger.reject(stalls[0], "join: late");
+  const Decision d = book.take();
+  ASSERT_EQ(d.rejections.size(), 1u);
+  EXPECT_TRUE(d.rejections[0].key.is_join());
+  EXPECT_EQ(d.rejections[0].ranks, std::vector<int32_t>{1});
+  EXPECT_FALSE(book.ledger.any_open());
+  for (const int rank : {0, 1, 3}) {
+    EXPECT_EQ(book.take().last_joined, -1);
+    book.join(rank);
+  }
+  EXPECT_EQ(book.take().last_joined, 3);
 }
 
 TEST(Ledger, RemembersOnlySoManyUnnamed) {

@@ -82,6 +82,25 @@ TEST(ProcessSets, RemovingAProcessSetFailsWhatIsOpenInIt) {
   });
 }
 
+TEST(ProcessSets, RemovingAProcessSetEndsAJoin) {
+  LoopbackWorld world(4);
+  world.run([&](int rank) {
+    const int32_t set = add_set(world[rank], {0, 1, 2});
+    HandlePtr joined;
+    if (rank % 2 == 0) joined = world[rank].submit(request_of(OpKind::kJoin, "", set), Urgency::kNow);
+    if (rank == 1) {
+      EXPECT_EQ(sum_of_ones(world[rank], "x", set), 1);
+    }
+    EXPECT_EQ(sum_of_ones(world[rank], "y"), 4);
+    remove_set(world[rank], set);
+    if (joined) {
+      EXPECT_CONTAINS(error_of<PeerError>([&] { finish(world[rank], joined); }), "was removed");
+    }
+    EXPECT_EQ(sum_of_ones(world[rank], "y"), 4);
+    EXPECT_GE(join(world[rank]), 0);
+  });
+}
+
 TEST_P(JoinOnEveryLayout, ContributesZeros) {
   LoopbackWorld world(GetParam());
   const int n = world.size();
