@@ -45,7 +45,11 @@ void EngineWaiter::pause(Node* node) {
     }
   }
   pauses_ = kPausesPerLook - 1;  // from here on every pause is a nap
-  if (node) node->sleep(kSleepUs);
+  if (node) {
+    node->sleep(kSleepUs);
+    // The word may be of a rank that waits for a message of ours, by way of other nodes.
+    engine_.transport_->progress();
+  }
   engine_.take_ahead();
   engine_.receive(node ? 0 : nap_us_);
   if (!own_core) nap_us_ = std::min(nap_us_ + nap_us_ / 2, kLongestNapUs);

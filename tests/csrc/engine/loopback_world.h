@@ -7,6 +7,7 @@
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "control/loopback_channel.h"
@@ -52,11 +53,13 @@ inline Config quiet_config(const NodeOf& node_of = {}) {
 }
 
 // Of how many messages more a rank may notice that they have come, and whether it has asked in
-// vain; or what breaks when it asks.
+// vain; or what breaks when it asks. What is sent may stay behind until the sender, who is told
+// that it has left, gives the transport time: by asking in vain, or by progress().
 struct Gate {
   std::atomic<int> open{1 << 30};
   std::atomic<bool> shut_out{false};
   std::atomic<bool> broken{false};
+  std::atomic<bool> holds_back{false};
 };
 
 class GatedTransport : public Transport {
@@ -66,7 +69,9 @@ class GatedTransport : public Transport {
   int rank() const override { return inner_->rank(); }
   int size() const override { return inner_->size(); }
   Ticket send(int peer, const void* data, size_t nbytes) override {
-    return inner_->send(peer, data, nbytes);
+    if (!gate_.holds_back) return inner_->send(peer, data, nbytes);
+    held_.emplace_back(peer, std::string(static_cast<const char*>(data), nbytes));
+    return kHeld;
   }
   Ticket recv(int peer, void* data, size_t nbytes) override {
     const Ticket ticket = inner_->recv(peer, data, nbytes);
@@ -74,24 +79,40 @@ class GatedTransport : public Transport {
     return ticket;
   }
   bool done(Ticket ticket) override {
+    if (ticket == kHeld) return true;
     const bool comes = received_.count(ticket) > 0;
     if (comes && gate_.broken) throw PeerError("the network of this rank is broken");
-    if (comes && gate_.open <= 0) gate_.shut_out = true;
-    if ((comes && gate_.open <= 0) || !inner_->done(ticket)) return false;
+    const bool open = !comes || gate_.open > 0;
+    if (!open || !inner_->done(ticket)) {
+      if (open) progress();
+      gate_.shut_out = true;
+      return false;
+    }
     if (comes) --gate_.open;
     received_.erase(ticket);
     return true;
   }
-  int peer_of(Ticket ticket) const override { return inner_->peer_of(ticket); }
-  void progress() override { inner_->progress(); }
+  int peer_of(Ticket ticket) const override {
+    return ticket == kHeld ? -1 : inner_->peer_of(ticket);
+  }
+  void progress() override {
+    for (const auto& [peer, message] : held_) inner_->send(peer, message.data(), message.size());
+    held_.clear();
+    inner_->progress();
+  }
   Node* node() override { return inner_->node(); }
   int node_of(int rank) const override { return inner_->node_of(rank); }
-  bool abort() override { return inner_->abort(); }
+  bool abort() override {
+    held_.clear();
+    return inner_->abort();
+  }
 
  private:
+  static constexpr Ticket kHeld = -1;
   const std::unique_ptr<Transport> inner_;
   Gate& gate_;
   std::set<Ticket> received_;
+  std::vector<std::pair<int, std::string>> held_;  // with whom each is for
 };
 
 class LoopbackWorld {

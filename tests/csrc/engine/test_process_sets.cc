@@ -87,7 +87,8 @@ TEST(ProcessSets, RemovingAProcessSetEndsAJoin) {
   world.run([&](int rank) {
     const int32_t set = add_set(world[rank], {0, 1, 2});
     HandlePtr joined;
-    if (rank % 2 == 0) joined = world[rank].submit(request_of(OpKind::kJoin, "", set), Urgency::kNow);
+    if (rank % 2 == 0)
+      joined = world[rank].submit(request_of(OpKind::kJoin, "", set), Urgency::kNow);
     if (rank == 1) {
       EXPECT_EQ(sum_of_ones(world[rank], "x", set), 1);
     }
