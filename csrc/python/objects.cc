@@ -1,6 +1,7 @@
 #include "python/objects.h"
 
 #include <atomic>
+#include <cstdint>
 #include <mutex>
 #include <utility>
 
@@ -50,6 +51,17 @@ int64_t as_int(PyObject* object) {
   const int64_t value = PyLong_AsLongLong(object);
   if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
   return value;
+}
+
+int32_t as_number(PyObject* object, const char* what) {
+  int overflow = 0;
+  const auto value = PyLong_AsLongLongAndOverflow(object, &overflow);
+  if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+  const auto number = static_cast<int32_t>(value);
+  if (overflow || number != value)
+    throw UsageError(std::string(what) + " " + std::string(py::str(py::handle(object))) +
+                     " does not exist: numbers end at " + std::to_string(INT32_MAX));
+  return number;
 }
 
 double as_double(PyObject* object) {

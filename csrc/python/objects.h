@@ -31,6 +31,8 @@ struct Memory {
 };
 
 int64_t as_int(PyObject* object);
+// Of a rank or a process set; a UsageError names one that no 32 bits hold.
+int32_t as_number(PyObject* object, const char* what);
 double as_double(PyObject* object);
 std::string as_string(PyObject* object);
 std::vector<int64_t> as_ints(PyObject* sequence);

@@ -33,6 +33,15 @@ void place(Request& request, int number) {
   }
 }
 
+// Of a root that cannot be they hear, too.
+void choose_root(Request& request, PyObject* root) {
+  try {
+    request.description.root = as_number(root, "root");
+  } catch (const UsageError& error) {
+    request.refusal = error.what();
+  }
+}
+
 // One (input address, output address, element type, shape, device).
 void add_described(Request& request, PyObject* tensor) {
   if (PyTuple_GET_SIZE(tensor) != 5)
@@ -98,10 +107,10 @@ PyObject* submit(PyObject*, PyObject* const* args, Py_ssize_t count) {
     d.kind = static_cast<OpKind>(as_int(args[1]));
     request->name = as_string(args[2]);
     d.op = static_cast<ReduceOp>(as_int(args[4]));
-    d.root = static_cast<int32_t>(as_int(args[5]));
+    choose_root(*request, args[5]);
     d.prescale = as_double(args[6]);
     d.postscale = as_double(args[7]);
-    request->set = static_cast<int32_t>(as_int(args[8]));
+    request->set = as_number(args[8], "process set");
     request->splits = as_ints(args[9]);
     if (!add_tensors(*request, args[3])) return new_ref(Py_None);
     if (d.kind == OpKind::kAddProcessSet) d.layout = request->splits;

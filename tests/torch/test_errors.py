@@ -70,9 +70,11 @@ def test_unnamed_mismatch(everyone, hvd):
 
 
 def test_root_out_of_range(everyone, hvd):
-    for root in (-1, everyone.size):
+    for root in (-1, everyone.size, 2**32, 2**32 + 1, -(2**32), 2**70):
         with pytest.raises(ValueError, match=f"root {root}"):
             hvd.broadcast(torch.ones(3), root, name="root")
+        with pytest.raises(ValueError, match=f"root {root}"):
+            hvd.broadcast(torch.ones(3), odd_one_out(everyone, 0, root), name="root")
     still_works(hvd, "root")
 
 
