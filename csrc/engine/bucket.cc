@@ -71,10 +71,6 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
   add_slots(alone, slot_counts);
   const auto arena_nbytes = static_cast<size_t>(nbytes());
   arena_ = device ? allocate(arena_nbytes) : engine_->allocate(arena_nbytes);
-  {
-    std::lock_guard<std::mutex> lock(arenas().mutex);
-    arenas().ends[arena_.get()] = arena_.get() + nbytes();
-  }
   if (kept > static_cast<int>(Kept().size()))
     throw InternalError("a bucket keeps 3 floats a value");
   for (int i = 0; i < kept; ++i) {
@@ -90,6 +86,9 @@ Bucket::Bucket(std::shared_ptr<Engine> engine, std::string name, DType dtype,
     if (anywhere) part_of_[static_cast<size_t>(slot)] = static_cast<int>(parts_.size());
     add_part(begins_[static_cast<size_t>(slot)], slot_counts[static_cast<size_t>(slot)]);
   }
+  // Last: only a whole bucket takes it back.
+  std::lock_guard<std::mutex> lock(arenas().mutex);
+  arenas().ends[arena_.get()] = arena_.get() + nbytes();
 }
 
 // Gives these slots places behind those there are; returns the end of the last.

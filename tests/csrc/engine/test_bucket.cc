@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "device/pretend.h"
 #include "engine/loopback_world.h"
 
 namespace bagua {
@@ -121,6 +122,22 @@ TEST(Bucket, SumsLargeSlotsWhereTheyAre) {
       }
     });
   }
+}
+
+TEST(Bucket, OneThatCannotBeMadeHasNoArena) {
+  LoopbackWorld world(1);
+  PretendDevice device(/*work_us=*/0);
+  std::vector<char> memory(64);
+  int allocated = 0;
+  const auto allocate = [&](size_t) -> std::shared_ptr<char> {
+    if (allocated++ > 0) throw std::bad_alloc();
+    return {memory.data(), [](char*) {}};
+  };
+  EXPECT_THROW(
+      Bucket(world.engines[0], "b", DType::kF32, {16}, sum(), 0, 0, /*kept=*/1, &device, allocate),
+      std::bad_alloc);
+  EXPECT_EQ(allocated, 2);
+  EXPECT_FALSE(Bucket::in_an_arena(memory.data()));
 }
 
 TEST(Bucket, MayBeForgottenWhileItIsInFlight) {
