@@ -13,6 +13,8 @@
 namespace bagua {
 namespace {
 
+constexpr int kOldestMajor = 8;  // of the architectures in cmake/cuda.cmake
+
 void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // the next call must not find it
@@ -78,6 +80,7 @@ class CudaDevice : public Device {
                        "nvcc of an older toolkit in CUDA_HOME");
     check(status, "cudaGetDeviceProperties");
     identity_.assign(about.uuid.bytes, sizeof about.uuid.bytes);
+    runs_kernels_ = about.major >= kOldestMajor;
     name_ = "GPU " + std::to_string(number) + " (" + about.name + ")";
   }
   std::string name() const override { return name_; }
@@ -125,7 +128,15 @@ class CudaDevice : public Device {
   std::shared_ptr<char> allocate(size_t nbytes) override {
     const Current current(number_);
     void* memory = nullptr;
-    check(cudaMalloc(&memory, nbytes ? nbytes : 1), "cudaMalloc");
+    const cudaError_t status = cudaMalloc(&memory, nbytes ? nbytes : 1);
+    if (status == cudaErrorMemoryAllocation) {
+      cudaGetLastError();
+      throw UsageError(name_ + " has no " + std::to_string(nbytes) +
+                       " bytes left for an exchange; what torch keeps for itself it gives back by "
+                       "torch.cuda.empty_cache(), and PYTORCH_NO_CUDA_MEMORY_CACHING=1 keeps "
+                       "nothing");
+    }
+    check(status, "cudaMalloc");
     return {static_cast<char*>(memory), [number = number_](char* p) {
               try {
                 const Current current(number);
@@ -153,6 +164,7 @@ class CudaDevice : public Device {
     return find_nccl(path, why_not);
   }
 
+  bool runs_kernels() const override { return runs_kernels_; }
   void as_current(const std::function<void()>& work) override {
     const Current current(number_);
     cudaGetLastError();  // of others
@@ -204,6 +216,7 @@ class CudaDevice : public Device {
 
   const int number_;
   std::string name_, identity_;
+  bool runs_kernels_ = false;
   std::mutex mutex_;
   std::vector<Event*> events_;  // that nobody waits for
 };

@@ -61,6 +61,8 @@ class Device {
   virtual const NcclLibrary* nccl(const std::string& path, std::string& why_not) = 0;
   // One that lasts as long as the process, and whose work goes first.
   virtual Stream add_stream() = 0;
+  // Whether it runs the kernels that were compiled for it, or is too old.
+  virtual bool runs_kernels() const { return true; }
   // Kernels that are started meanwhile run on this device.
   virtual void as_current(const std::function<void()>& work) = 0;
   // A device that is this host does a kernel's work itself, on the stream; others return false.

@@ -39,6 +39,8 @@ class PretendDevice : public Device {
 
   const NcclLibrary* nccl(const std::string&, std::string&) override { return nccl_; }
   void use_nccl(const NcclLibrary* library) { nccl_ = library; }
+  bool runs_kernels() const override { return !is_old_; }
+  void be_old() { is_old_ = true; }
 
   // How often it has given memory.
   int allocations() const { return allocations_; }
@@ -67,6 +69,7 @@ class PretendDevice : public Device {
 
   const int work_us_;
   const NcclLibrary* nccl_ = nullptr;
+  bool is_old_ = false;
   std::atomic<bool> failed_{false};
   std::atomic<int> allocations_{0};
   std::mutex mutex_;

@@ -170,6 +170,7 @@ class Engine {
   void tick();
   void lose(int rank, const std::string& how);
   void look_for_stalls(double now);
+  void look_at_device(double now);
   void check_progress(double waited_s, int peer, double& warned_s);
   FailurePtr verdict_on(FailurePtr failure);
   void poison(FailurePtr failure);
@@ -207,7 +208,7 @@ class Engine {
   int64_t open_count_ = 0;   // requests reported and not done
   double open_since_s_ = 0;
   double ticked_s_ = 0;
-  double warned_s_ = 0;
+  double warned_s_ = 0, device_warned_s_ = 0;
   std::vector<RequestPtr> exchanging_;  // agreed, perhaps not yet done
   std::unordered_set<const Collective*> chosen_;
   std::vector<bool> left_;  // by rank: shut down or gone, as far as this rank hears

@@ -103,7 +103,7 @@ void Engine::tick() {
     lose(silent, "has not answered for " + seconds(config_.peer_timeout_s) +
                      ": stopped, or its machine is overloaded or unreachable (peer_timeout_s)");
   if (ledger_) look_for_stalls(now);
-  if (on_device()) nccl_->check();
+  if (on_device()) look_at_device(now);
   const bool idle = exchanging_.empty() && !anything_open() && !on_device();
   if (nccl_ && idle && !stopping_now_) nccl_->tidy();
 }
@@ -169,6 +169,20 @@ void Engine::check_progress(double waited_s, int peer, double& warned_s) {
   if (config_.stall_warn_s <= 0 || now - warned_s < config_.stall_warn_s) return;
   warned_s = now;
   log_.write(LogLevel::kWarning, stuck() + kPerhaps);
+}
+
+// What a device was given ends when every rank's device has come to it; the host waits for none.
+void Engine::look_at_device(double now) {
+  nccl_->check();
+  const double waited_s = now - nccl_->given_s();
+  const std::string text = "what NCCL was given " + seconds(waited_s) +
+                           " ago is not done although all ranks answer: is another rank's GPU far "
+                           "behind, or the network between them blocked? (stall_fail_s)";
+  if (config_.stall_fail_s > 0 && waited_s > config_.stall_fail_s) throw PeerError(text);
+  const double quiet_s = now - std::max(device_warned_s_, nccl_->given_s());
+  if (config_.stall_warn_s <= 0 || quiet_s < config_.stall_warn_s) return;
+  device_warned_s_ = now;
+  log_.write(LogLevel::kWarning, text);
 }
 
 // A transport often only knows that something broke; rank 0 knows who. Wait a moment for its word.

@@ -20,7 +20,8 @@ namespace {
 // What ranks must know of each other before they use NCCL together.
 struct Card {
   int32_t version = 0;
-  int32_t shares = 0;  // its GPU with others
+  int32_t shares = 0;   // its GPU with others
+  int64_t kernels = 0;  // whether its GPU runs ours
   char gpu[16] = {};
   NcclId id = {};  // the first rank's counts
 };
@@ -96,6 +97,7 @@ void NcclExchange::agree(int32_t set, const TellAll& tell_all) {
   const bool gives_id = group_->me() == 0;  // whose threads wait for the others
   if (library_ && device_ && (!gives_id || give_id(mine.id))) {
     mine.version = library_->version;
+    mine.kernels = device_->runs_kernels();
     mine.shares = shares_ && library_->version >= kFirstThatShares;
     const std::string identity = device_->identity();
     std::memcpy(mine.gpu, identity.data(), std::min(identity.size(), sizeof mine.gpu));
@@ -110,6 +112,26 @@ void NcclExchange::agree(int32_t set, const TellAll& tell_all) {
   auto& nccl = groups_[set];
   if (!why_not.empty()) return tell_(LogLevel::kInfo, "NCCL is not used: " + why_not);
   nccl = connect(cards[0].id);
+  const auto lacks = [](const Card& card) { return card.kernels == 0; };
+  if (nccl && std::any_of(cards.begin(), cards.end(), lacks)) {
+    without_kernels_.insert(set);
+    tell_(LogLevel::kInfo,
+          "codecs, and averages of 16-bit floats that NCCL cannot take by itself, "
+          "go by the host's memory: a rank's GPU is older than these kernels");
+  }
+}
+
+// Whether some kernel of ours comes before or after NCCL, or between.
+bool NcclExchange::takes_kernels(const Description& d) const {
+  if (is_coded(d.codec.empty(), d.exact_in_nodes)) return true;
+  if (!is_linear(d.op)) return false;
+  const double divisor = d.op == ReduceOp::kAverage ? group_->size() : 1;
+  bool any = false;
+  for_each_tensor(d, [&](DType dtype, const int64_t*, size_t) {
+    const bool is_short = dtype == DType::kF16 || dtype == DType::kBF16;
+    any = any || (is_short && short_factor(dtype, d.prescale * d.postscale / divisor).after != 1);
+  });
+  return any;
 }
 
 // Behind each is a thread of NCCL's that waits for ranks: what was not used is for the next time.
@@ -166,6 +188,9 @@ bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, G
   const auto found = groups_.find(set);
   nccl_ = found == groups_.end() ? nullptr : found->second.get();
   if (!nccl_) return false;
+  if (without_kernels_.count(set) > 0)
+    for (const RequestPtr& request : requests)
+      if (takes_kernels(request->description)) return false;
   device_->let_go();
   if (!captured) see_to_registered(requests);
   if (captured && !captured_) captured_ = device_->add_stream();
@@ -234,7 +259,10 @@ void NcclExchange::run(OpKind kind, const Job& job) {
 
 void NcclExchange::end(const std::vector<RequestPtr>& requests) {
   const Device::Mark end = device_->mark(on_);
-  if (!device_->captured(end)) last_ = end;
+  if (!device_->captured(end)) {
+    last_ = end;
+    given_s_ = now_s();
+  }
   for (const RequestPtr& request : requests)
     request->handle->returned_to(*device_, end, /*may_fail=*/group_->size() > 1);
   for (auto& memory : borrowed_) device_->keep_until(end, std::move(memory));

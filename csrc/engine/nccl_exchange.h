@@ -6,6 +6,7 @@
 #include <future>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -48,6 +49,8 @@ class NcclExchange {
 
   // Whether something is still under way on the device.
   bool under_way() const noexcept;
+  // When the last of it was given.
+  double given_s() const { return given_s_; }
   // Throws a PeerError if NCCL has noticed a failure.
   void check();
   // Something broke: ends what is under way, whoever it waits for, and waits for that. False if it
@@ -68,6 +71,7 @@ class NcclExchange {
   std::unique_ptr<NcclGroup> connect(const NcclId& id);
   template <class Give>
   void reduce(const Job& job, const std::vector<NcclGroup::Piece>& results, Give&& give);
+  bool takes_kernels(const Description& d) const;
   bool is_coded(bool is_plain, bool exact_in_nodes) const;
   void see_to_registered(const std::vector<RequestPtr>& requests);
 
@@ -78,10 +82,12 @@ class NcclExchange {
   const Device::Stream stream_;
   Device::Stream captured_ = nullptr;                     // where others capture our work
   std::map<int32_t, std::unique_ptr<NcclGroup>> groups_;  // by set; null where it cannot be
+  std::set<int32_t> without_kernels_;                     // where a rank's GPU cannot run ours
   std::vector<std::unique_ptr<NcclGroup>> ending_;        // that nobody gives anything to
   NcclId id_;                                             // that nobody has used
   bool has_id_ = false;
   Device::Mark last_;
+  double given_s_ = 0;
   std::vector<std::shared_ptr<char>> borrowed_;  // for the exchange at hand
   std::future<void> freeing_;                    // what has ended
 

@@ -28,7 +28,7 @@ void place(Request& request, int number) {
   request.parts.back().on_device = true;
   try {
     request.device = &device_of(number);
-  } catch (const UsageError& error) {
+  } catch (const Error& error) {
     request.refusal = error.what();
   }
 }

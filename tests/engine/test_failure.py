@@ -244,7 +244,9 @@ say(bagua.allreduce(one(), name="next", op=bagua.Sum)[0])
 """,
         env={"BAGUA_STALL_FAIL_S": "1"},
     )
-    assert re.search(r"UsageError .*\nPeerError skipped: rank 1 not ready", result.stdout[0]), result
+    assert re.search(r"UsageError .*\nPeerError skipped: rank 1 not ready", result.stdout[0]), (
+        result
+    )
     for rank in (0, 1):
         assert "2.0" in result.stdout[rank], result
     assert result.exit_code == 0, result

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.ranks(1, 2)
 EXTRA = {"minmax_u4": Algorithm(codec="minmax_u4"), "sign1": Algorithm(codec="sign1")}
 
 
-def trained(hvd, algorithm, device, steps=6, amp=False):
+def trained(hvd, algorithm, device, steps=6, amp=False, backend=None):
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.LayerNorm(64), torch.nn.Linear(64, 5)
@@ -20,6 +20,8 @@ def trained(hvd, algorithm, device, steps=6, amp=False):
     else:
         inner = torch.optim.SGD(model.parameters(), lr=0.05)
     optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), algorithm=algorithm)
+    if backend:
+        model = torch.compile(model, backend=backend)
     generator = torch.Generator().manual_seed(1 + hvd.rank())
     for _ in range(steps):
         inputs = torch.randn(16, 20, generator=generator).to(device)
@@ -45,6 +47,14 @@ def test_every_algorithm(hvd, name):
     tolerance = 1e-5 if algorithm.codec in ("raw", "fp16", "bf16") else 2e-2
     torch.testing.assert_close(
         on_gpu, trained(hvd, algorithm, "cpu"), rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "decentralized"])
+def test_a_compiled_model(hvd, name):
+    expected = trained(hvd, find(name), "cuda")
+    torch.testing.assert_close(
+        trained(hvd, find(name), "cuda", backend="aot_eager"), expected, rtol=1e-4, atol=1e-4
     )
 
 

@@ -90,7 +90,8 @@ struct Gpu : OwnDevice, Program {
 
 // Ranks with a GPU each; all have NCCL, or none has.
 struct GpuWorld {
-  explicit GpuWorld(int size, bool has_nccl = true) : ranks(size) {
+  explicit GpuWorld(int size, bool has_nccl = true, const Config& config = quiet_config())
+      : ranks(size, config) {
     for (int i = 0; i < size; ++i) gpus.push_back(std::make_unique<Gpu>(has_nccl));
   }
   // Calls body(rank, gpu, engine) on every rank.

@@ -84,6 +84,30 @@ TEST(NcclExchange, TensorsThatShareMemory) {
   });
 }
 
+// What takes a kernel of ours goes by the host then, on all ranks.
+TEST(NcclExchange, ARankWhoseGpuIsTooOldForKernels) {
+  GpuWorld world(3);
+  world.gpus[1]->own.be_old();
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
+    std::vector<float> values(5000);
+    const auto sum = [&](const std::string& codec) {
+      RequestPtr request = allreduce_of("sum" + codec, values);
+      request->description.codec = codec;
+      gpu.compute(values, static_cast<float>(rank));
+      return gpu.exchange(engine, request, values);
+    };
+    EXPECT_EQ(sum(""), all(values.size(), 3));
+    sum_of_ones(engine, "all are here");
+    const int before = FakeNccl::calls();
+    EXPECT_EQ(sum("minmax_u8"), all(values.size(), 3));
+    sum_of_ones(engine, "and here");
+    EXPECT_EQ(FakeNccl::calls(), before);
+    sum_of_ones(engine, "before any goes on");
+    EXPECT_EQ(sum(""), all(values.size(), 3));
+    EXPECT_GT(FakeNccl::calls(), before);
+  });
+}
+
 // What ranks give differs in size, or does not.
 TEST(NcclExchange, GathersAndScatters) {
   const int n = 3;

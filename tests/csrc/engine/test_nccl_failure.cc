@@ -230,5 +230,26 @@ TEST(NcclFailure, ABrokenDeviceIsAnErrorAndNoHang) {
   });
 }
 
+// Nobody waits for a device on the host, so nobody would notice.
+TEST(NcclFailure, WhatNeverEndsIsToldAfterAWhile) {
+  Config config = quiet_config();
+  config.stall_fail_s = 1;
+  GpuWorld world(2, /*has_nccl=*/true, config);
+  std::atomic<bool> go{false};
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
+    std::vector<float> values(1000);
+    gpu.compute(values, 1);
+    gpu.exchange(engine, allreduce_of("x", values), values);
+    if (rank == 1) gpu.hold(go);
+    finish(engine, gpu.submit(engine, allreduce_of("x", values)));
+    const double late_s = now_s() + kHangS;
+    while (!engine.failure() && now_s() < late_s)
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    ASSERT_TRUE(engine.failure());
+    EXPECT_CONTAINS(engine.failure()->what, "not done although all ranks answer");
+    go = true;
+  });
+}
+
 }  // namespace
 }  // namespace bagua
