@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
@@ -29,7 +29,7 @@ class _Entry:
     """One thing that is kept of a parameter, as other ranks hear of it."""
 
     kind: str  # "mean": values that are averaged; "number"; "other"
-    dtype: Optional[torch.dtype] = None  # if it is a tensor
+    dtype: torch.dtype | None = None  # if it is a tensor
     shape: tuple[int, ...] = ()
     is_cpu: bool = True
     value: Any = field(default=None, compare=False)  # of a number
