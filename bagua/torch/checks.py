@@ -163,9 +163,15 @@ def check_own(
 
 
 def check_parameters(
-    named: Iterable[tuple[str, torch.Tensor]], name: str, process_set: ProcessSet
-) -> None:
-    """Ranks whose models differ must hear so by name, before their numbers mix."""
+    named: Iterable[tuple[str, torch.Tensor]],
+    name: str,
+    process_set: ProcessSet,
+    asks: bool = False,
+) -> bool:
+    """Ranks whose models differ must hear so by name, before their numbers mix.
+
+    Whether any rank asks, while they are at it.
+    """
     named = list(named)
     mine = [(of, dtype_name(p.dtype), tuple(p.shape), p.stride()) for of, p in named]
     root = process_set.ranks[0]
@@ -174,11 +180,12 @@ def check_parameters(
     if repr(first) != repr(mine):
         problem = _difference(first, mine, f"rank {root}", f"rank {world().rank}")
     gpus = {_gpu(param.device) for _, param in named if param.is_cuda}
-    everyone = allgather_object((problem, gpus), name, process_set)
-    for text, _ in everyone:
+    everyone = allgather_object((problem, gpus, asks), name, process_set)
+    for text, *_ in everyone:
         if text is not None:
             raise UsageError(f"parameters differ between ranks: {text}")
-    _check_gpus(zip(process_set.ranks, (theirs for _, theirs in everyone)))
+    _check_gpus(zip(process_set.ranks, (theirs for _, theirs, _ in everyone)))
+    return any(asked for *_, asked in everyone)
 
 
 def _gpu(device: torch.device) -> str:

@@ -87,7 +87,7 @@ class Layout:
     def refresh(self) -> bool:
         """Notices parameters that were added, frozen or thawed.
 
-        Whether any that was added has a gradient.
+        Whether any that was added has a gradient, on any rank.
         """
         lists = [group["params"] for group in self._optimizer.param_groups]
         # Twice a step, and a model may have thousands.
@@ -100,7 +100,9 @@ class Layout:
         fresh = [(self.name_of(param), param) for param in wanted if param not in self._hooks]
         # If that is an error it is one the next time, too.
         named = [*((slot.name, slot.param) for slot in known), *fresh]
-        check_parameters(named, f"{self._plan.prefix}.parameters", self._plan.process_set)
+        name, group = f"{self._plan.prefix}.parameters", self._plan.process_set
+        comes = any(param.grad is not None for _, param in fresh)
+        comes = check_parameters(named, name, group, asks=comes)
         self.params, self._required = everything, [p.requires_grad for p in everything]
         for param in gone:
             self._drop(param)
@@ -109,7 +111,7 @@ class Layout:
         for slot in added:
             self._add(slot)
         self.rebuild([known, added])
-        return any(slot.param.grad is not None for slot in added)
+        return comes
 
     def _add(self, slot: Slot) -> None:
         slot.notice = core.notice(self._decide)

@@ -435,6 +435,23 @@ def test_thawed_after_zero_grad(everyone, hvd):
     assert_close(model, oracle)
 
 
+def test_thawed_after_zero_grad_and_used_by_one_rank(everyone, hvd):
+    """All exchange it, or the others would be a step ahead from then on."""
+    always, thawed = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(5), requires_grad=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([always, thawed], lr=1.0))
+    for step in range(4):
+        optimizer.zero_grad()
+        thawed.requires_grad_(step > 0)
+        loss = always.sum() * (step + 1)
+        if step > 0 and (step > 1 or everyone.me == 0):
+            loss = loss + thawed.sum() * (everyone.me + 1)
+        loss.backward()
+        optimizer.step()
+        assert (always.grad == step + 1).all()
+    mean = (everyone.size + 1) / 2
+    assert torch.allclose(thawed, torch.tensor(-1 / everyone.size - 2 * mean))
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
