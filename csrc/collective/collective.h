@@ -83,8 +83,7 @@ struct Job {
   // Called, if set, when all elements are final though the exchange goes on. Of several jobs, which
   // are carried out together: the last one's, when those of all are.
   std::function<void()> values_final = {};
-  // An allreduce whose data is null: where its elements are instead, in order. What lies between
-  // them does not matter.
+  // An allreduce whose data is null: where its elements are instead, all of them in order.
   std::vector<Fragment> fragments = {};
   // An allreduce whose values are to travel through a codec.
   const Coding* coding = nullptr;

@@ -52,18 +52,11 @@ char* place_of(const Job& job, const Fragment& f) {
   return job.data + f.begin * static_cast<int64_t>(job.item());
 }
 
-// For what wants elements in one place: brings fragments there, with zeros between them.
+// For what wants elements in one place: brings fragments there.
 void gather(Job& job, char* place) {
   job.data = place;
-  char* end = place;
-  for (const Fragment& f : job.fragments) {
-    char* begin = place_of(job, f);
-    const size_t nbytes = static_cast<size_t>(f.count) * job.item();
-    std::memset(end, 0, static_cast<size_t>(begin - end));
-    copy(job.group, begin, f.in, nbytes);
-    end = begin + nbytes;
-  }
-  std::memset(end, 0, static_cast<size_t>(place + job.nbytes() - end));
+  for (const Fragment& f : job.fragments)
+    copy(job.group, place_of(job, f), f.in, static_cast<size_t>(f.count) * job.item());
 }
 
 // And takes the results from there.
@@ -89,19 +82,18 @@ void run(OpKind kind, Job& job, const Workbench& bench) {
   run_on_host(kind, job, bench, bench.staging);
 }
 
-// Allreduces in the host's memory, one after the other; several at a time where the row can. Who
-// travels together follows from what was agreed: where this rank's fragments are does not matter.
+// Allreduces in the host's memory, one after the other; several at a time where the row can, of
+// jobs that are one tensor each.
 class Allreduces {
  public:
   explicit Allreduces(const Workbench& bench) : bench_(bench) {}
 
-  // `place` has room for all elements of a job that is one tensor; null if it is several.
-  void add(Job& job, char* place) {
+  void add(Job& job) {
     const Collective& row = choose(OpKind::kAllreduce, job, bench_);
     // What tells neighbors waits for none of them.
     const bool full = job.peers.all() && nbytes_ + job.nbytes() > kAheadNbytes;
     if (&row != row_ || full) flush();
-    if (!row.run_all || !place) {
+    if (!row.run_all || !job.data) {
       flush();
       return carry_out(row, job, bench_, bench_.staging);
     }
@@ -109,14 +101,12 @@ class Allreduces {
     nbytes_ += job.nbytes();
     Job& mine = jobs_.emplace_back(std::move(job));
     if (bench_.staging) connect(mine, row, *bench_.staging);
-    if (!mine.data) gather(mine, place);
   }
 
   void flush() {
     Jobs together;
     for (Job& job : jobs_) together.push_back(&job);
     if (!together.empty()) row_->run_all(together);
-    for (const Job& job : jobs_) scatter(job);
     jobs_.clear();
     nbytes_ = 0;
   }
@@ -159,13 +149,13 @@ void exchange_allreduce(const std::vector<RequestPtr>& requests, Group& group,
   const std::vector<Apart> apart = take_apart(tensors, group, bench);
   Allreduces allreduces(bench);
   size_t laid = 0;  // tensors that are jobs of their own
-  for_jobs(tensors, group, bench, fuse, [&](Job& job, char* place) {
+  for_jobs(tensors, group, bench, fuse, [&](Job& job) {
     job.op = d.op;
     job.finish = finish;
     job.coding = coding.codec ? &coding : nullptr;
     job.peers = peers;
     job.exact_in_nodes = d.exact_in_nodes;
-    // Not of fragments: results come to them at the end.
+    // Not of several tensors: results come to them at the end.
     if (job.data && ++laid == tensors.size() && apart.empty())
       job.values_final = bench.values_final;
     job.leaves = job.data && job.dtype == DType::kF32 && !bench.staging;
@@ -173,7 +163,7 @@ void exchange_allreduce(const std::vector<RequestPtr>& requests, Group& group,
     if (!is_linear(d.op) && d.prescale != 1) scale_all(job, d.prescale);
     if (group.size() == 1 && !bench.nccl) return scale_all(job, finish.factor);
     if (bench.nccl) return bench.nccl->run(OpKind::kAllreduce, job);
-    allreduces.add(job, place);
+    allreduces.add(job);
   });
   allreduces.flush();
   put_back(apart, group, bench);
@@ -187,7 +177,7 @@ void exchange_broadcast(const std::vector<RequestPtr>& requests, Group& group,
     // Only the root's input matters; the others' must not be copied over their outputs in vain.
     if (group.me() != root)
       for (Tensor& t : tensors) t.in = t.out;
-    for_jobs(tensors, group, bench, true, [&](Job& job, char*) {
+    for_jobs(tensors, group, bench, true, [&](Job& job) {
       job.root = root;
       run(OpKind::kBroadcast, job, bench);
     });

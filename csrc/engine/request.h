@@ -158,7 +158,6 @@ struct Request {
   int32_t set = 0;
   Description description;
   std::vector<Part> parts;
-  std::vector<Fragment> fragments;        // where the first part is, if not in one place
   Kept kept = {};                         // see Job; where the parts are
   int64_t round = 0;                      // how often this has been exchanged since it was agreed
   std::vector<int64_t> rows;              // allgather, alltoall: this rank's, of each tensor

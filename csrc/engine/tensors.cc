@@ -20,7 +20,6 @@ std::vector<bool> overlapping(const std::vector<Tensor>& tensors) {
   std::vector<Range> ranges;
   ranges.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    if (tensors[i].fragments) continue;  // a bucket's results go to its arena
     ranges.push_back({tensors[i].out, tensors[i].out + tensors[i].nbytes(), i, true});
     if (tensors[i].in != tensors[i].out)
       ranges.push_back({tensors[i].in, tensors[i].in + tensors[i].nbytes(), i, false});
@@ -54,12 +53,10 @@ std::vector<Tensor> tensors_by_dtype(const std::vector<RequestPtr>& requests) {
   std::vector<Tensor> tensors;
   for (const RequestPtr& request : requests) {
     const Part* part = request->parts.data();
-    const auto* fragments = request->fragments.empty() ? nullptr : &request->fragments;
     Kept kept = request->kept;
     for_each_tensor(request->description, [&](DType dtype, const int64_t* dims, size_t ndim) {
       const int64_t count = count_of(dims, ndim);
-      if (count > 0) tensors.push_back({dtype, part->in, part->out, count, fragments, kept});
-      fragments = nullptr;
+      if (count > 0) tensors.push_back({dtype, part->in, part->out, count, kept});
       for (float*& values : kept)
         if (values) values += count;
       ++part;
@@ -72,30 +69,24 @@ std::vector<Tensor> tensors_by_dtype(const std::vector<RequestPtr>& requests) {
 }
 
 void for_jobs(const std::vector<Tensor>& tensors, Group& group, const Workbench& bench, bool fuse,
-              const std::function<void(Job&, char* place)>& run) {
+              const std::function<void(Job&)>& run) {
   for (size_t begin = 0; begin < tensors.size();) {
     Job job{group, bench.scratch, tensors[begin].dtype};
     job.kept = tensors[begin].kept;
     size_t end = begin;
     do {
       const Tensor& t = tensors[end++];
-      if (t.fragments) {
-        for (const Fragment& f : *t.fragments)
-          job.fragments.push_back({job.count + f.begin, f.count, f.in, f.out});
-      } else {
-        job.fragments.push_back({job.count, t.count, t.in, t.out});
-      }
+      job.fragments.push_back({job.count, t.count, t.in, t.out});
       job.count += t.count;
     } while (fuse && end < tensors.size() && tensors[end].dtype == job.dtype &&
              !lone(tensors[begin]) && !lone(tensors[end]) &&
              job.nbytes() + tensors[end].nbytes() <= static_cast<size_t>(bench.fusion_nbytes));
-    const bool single = end == begin + 1 && !bench.nccl;
-    if (single && !tensors[begin].fragments) {
+    if (end == begin + 1 && !bench.nccl) {
       job.fragments.clear();
       job.data = tensors[begin].out;
       copy(group, job.data, tensors[begin].in, job.nbytes());
     }
-    run(job, single ? tensors[begin].out : nullptr);
+    run(job);
     begin = end;
   }
 }

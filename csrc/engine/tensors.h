@@ -14,19 +14,17 @@ struct Tensor {
   const char* in;
   char* out;
   int64_t count;
-  const std::vector<Fragment>* fragments;  // null if it is in one place
-  Kept kept;                               // of its first value
+  Kept kept;  // of its first value
   size_t nbytes() const { return static_cast<size_t>(count) * dtype_nbytes(dtype); }
 };
 
 // Non-empty tensors of all requests, element types together, otherwise in order.
 std::vector<Tensor> tensors_by_dtype(const std::vector<RequestPtr>& requests);
 
-// Calls run(job, place) on jobs whose data is one tensor, or fragments that hold several. `place`
-// is where the result of a single tensor goes in the host's memory, also if it is fragments on this
-// rank; else null.
+// Calls run on jobs whose data is one tensor, which is where its result goes, or whose fragments
+// are several; on a device one is a fragment, too.
 void for_jobs(const std::vector<Tensor>& tensors, Group& group, const Workbench& bench, bool fuse,
-              const std::function<void(Job&, char* place)>& run);
+              const std::function<void(Job&)>& run);
 
 // Tensors that share memory, in copies, and where their results go from there.
 struct Apart {
