@@ -90,7 +90,7 @@ struct Magnitude {
 struct AbsoluteSum {
   static constexpr float kOver = 1.0f / 2048;
   float sum = 0;
-  BAGUA_BOTH void add(float x) { sum += (x < 0 ? -x : x) * kOver; }
+  BAGUA_BOTH void add(float x) { sum += bits_float(float_bits(x) & 0x7fffffffu) * kOver; }
   BAGUA_BOTH void merge(const AbsoluteSum& other) { sum += other.sum; }
   static constexpr bool kPadsWithFirst = false;
   static constexpr bool kInAnyOrder = false;

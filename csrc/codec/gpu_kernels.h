@@ -1,6 +1,7 @@
 // What the kernels of all codecs have in common. A family of kernels says
 //   Shape, shape(coding, count)  what its kernels are told of the values and their wires
 //   kThreads, grid(count)        threads of a block, and how many of those blocks
+//   kAtOnce                      blocks that a multiprocessor has registers for, at least
 //   shared_nbytes(shape)         memory that the threads of a block share
 //   encode, decode, add_up       what one of the threads does
 #pragma once
@@ -33,6 +34,7 @@ struct GpuWarp {
   static constexpr unsigned kAll = 0xffffffffu;
   __device__ int lane() const { return static_cast<int>(threadIdx.x % kLanes); }
   __device__ uint32_t down(uint32_t x, int d) const { return __shfl_down_sync(kAll, x, d); }
+  __device__ uint32_t across(uint32_t x, int d) const { return __shfl_xor_sync(kAll, x, d); }
   __device__ uint32_t first(uint32_t x) const { return __shfl_sync(kAll, x, 0); }
   __device__ uint32_t vote(bool b) const { return __ballot_sync(kAll, b); }
   __device__ void sync() const { __syncwarp(); }
@@ -60,17 +62,17 @@ inline int grid_of(int64_t items, int per_block) {
 }
 
 template <class K>
-__global__ void __launch_bounds__(K::kThreads)
+__global__ void __launch_bounds__(K::kThreads, K::kAtOnce)
     encode_kernel(typename K::Shape shape, const float* in, float* residual, uint8_t* wire) {
   K::encode(shape, in, residual, wire);
 }
 template <class K>
-__global__ void __launch_bounds__(K::kThreads)
+__global__ void __launch_bounds__(K::kThreads, K::kAtOnce)
     decode_kernel(typename K::Shape shape, const uint8_t* wire, float* out) {
   K::decode(shape, wire, out);
 }
 template <class K>
-__global__ void __launch_bounds__(K::kThreads)
+__global__ void __launch_bounds__(K::kThreads, K::kAtOnce)
     add_up_kernel(typename K::Shape shape, Wires wires, Finishing finish, float* residual,
                   uint8_t* wire, float* out) {
   K::add_up(shape, wires, finish, residual, wire, out);

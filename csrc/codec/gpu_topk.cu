@@ -17,7 +17,7 @@ struct Chunks {
     int kept, last_kept;
     int coded_nbytes, last_coded_nbytes;
   };
-  static constexpr int kThreads = kLanes;
+  static constexpr int kThreads = kLanes, kAtOnce = 1;
   static Shape shape(const Coding& coding, int64_t count) {
     const int64_t rest = count % Desk::kChunk;
     const auto kept = [&](int64_t n) { return static_cast<int>(TopK::kept_of(coding, n)); };

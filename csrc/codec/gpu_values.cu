@@ -13,7 +13,9 @@ namespace {
 template <class C>
 struct Blocks {
   using Shape = int64_t;
-  static constexpr int kThreads = 256;
+  // Who has many values in registers has few neighbours.
+  static constexpr bool kLarge = Lanes<C>::kEach > 16;
+  static constexpr int kThreads = kLarge ? 128 : 256, kAtOnce = kLarge ? 4 : 3;
   static int64_t shape(const Coding&, int64_t count) { return count; }
   static int grid(int64_t count) {
     return grid_of((count + C::kBlock - 1) / C::kBlock, kThreads / kLanes);
@@ -26,30 +28,25 @@ struct Blocks {
     constexpr int64_t kWhole = block_nbytes<C>(C::kBlock);
     const int64_t blocks = (count + C::kBlock - 1) / C::kBlock;
     const int64_t warps = static_cast<int64_t>(gridDim.x) * (kThreads / kLanes);
-    const int64_t first = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kLanes;
+    // Told by one lane, so that the compiler knows that lanes stay together.
+    const uint32_t mine = GpuWarp().first(threadIdx.x / kLanes);
+    const int64_t first = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + mine;
     for (int64_t block = first; block < blocks; block += warps) {
       const int64_t begin = block * C::kBlock;
       const int64_t left = count - begin;
       if (left >= C::kBlock) {  // the compiler makes the most of a known size
         f(GpuWarp(), begin, C::kBlock, block * kWhole);
       } else {
-        f(GpuWarp(), begin, static_cast<int>(left), block * kWhole);
+        f(GpuWarp(), begin, static_cast<int>(left) % C::kBlock, block * kWhole);
       }
     }
-  }
-
-  __device__ static void add_lost(const GpuWarp& warp, const float* residual, int n,
-                                  Values<C>& values) {
-    Values<C> lost = {};
-    load<C>(warp, residual, n, lost);
-    for (int k = 0; k < Lanes<C>::kEach; ++k) values.of[k] += lost.of[k];
   }
 
   __device__ static void encode(int64_t count, const float* in, float* residual, uint8_t* wire) {
     for_each(count, [&](const GpuWarp& warp, int64_t begin, int n, int64_t at) {
       Values<C> values = {};
       load<C>(warp, in + begin, n, values);
-      if (residual) add_lost(warp, residual + begin, n, values);
+      if (residual) load_on_top<C>(warp, residual + begin, n, values);
       encode_block<C>(warp, values, n, wire + at, nullptr, residual ? residual + begin : nullptr);
     });
   }
@@ -68,7 +65,7 @@ struct Blocks {
       for (int i = 0; i < wires.count; ++i)
         decode_block<C, true>(warp, wire_of(wires, i) + at, n, sum);
       for (float& x : sum.of) x = finish(x);
-      if (residual) add_lost(warp, residual + begin, n, sum);
+      if (residual) load_on_top<C>(warp, residual + begin, n, sum);
       encode_block<C>(warp, sum, n, wire + at, out + begin, residual ? residual + begin : nullptr);
     });
   }
@@ -78,7 +75,7 @@ template <class S>
 struct Singles {
   using Shape = int64_t;
   using Wire = typename S::Wire;
-  static constexpr int kThreads = 256;
+  static constexpr int kThreads = 256, kAtOnce = 1;
   static int64_t shape(const Coding&, int64_t count) { return count; }
   static int grid(int64_t count) { return grid_of(count, kThreads); }
   static int shared_nbytes(int64_t) { return 0; }

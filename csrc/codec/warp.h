@@ -2,29 +2,40 @@
 // in registers. Lanes hold values, and gather them, in the order that CPUs do (format.h), so bytes
 // are the same.
 //
-// A Warp says: lane(); down(x, d), the x of the lane d further on; first(x), that of lane 0; and
-// vote(b), a bit from each lane. All lanes call these together.
+// A Warp says: lane(); down(x, d), the x of the lane d further on; across(x, d), that of the lane
+// whose number has bit d otherwise; first(x), that of lane 0; and vote(b), a bit from each lane.
+// All lanes call these together.
 #pragma once
 
 #include "codec/format.h"
 
 namespace bagua {
 
-// Which values of a block each lane holds.
+// Which values of a block each lane holds: rows of some that are loaded at once.
 template <class C>
 struct Lanes {
   static constexpr int kEach = C::kBlock / kLanes;
-  // Four in a row are loaded at once; but a gathering that depends on the order wants every 32nd.
-  static constexpr bool kInFours = C::Gathered::kInAnyOrder;
-  BAGUA_BOTH static int place(int lane, int k) {
-    return kInFours ? k / 4 * (4 * kLanes) + lane * 4 + k % 4 : k * kLanes + lane;
+  // A gathering that depends on the order wants every 32nd.
+  static constexpr int kRow = C::Gathered::kInAnyOrder ? 4 : 1;
+  BAGUA_BOTH static constexpr int place(int lane, int k) {
+    return k / kRow * (kRow * kLanes) + lane * kRow + k % kRow;
+  }
+  // Whether that is among the first n; all of k is a constant.
+  BAGUA_BOTH static bool has(int lane, int k, int n) {
+    return n == C::kBlock || place(0, k) < n - place(lane, 0);
   }
 };
 
-struct alignas(16) Four {
-  float of[4];
+template <class C>
+struct alignas(4 * Lanes<C>::kRow) Row {
+  float of[Lanes<C>::kRow];
 };
-BAGUA_BOTH bool has_fours(const float* x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; }
+// Whether the n values at x are all of a block, in whole rows.
+template <class C>
+BAGUA_BOTH bool in_rows(const float* x, int n) {
+  const bool aligned = Lanes<C>::kRow == 1 || reinterpret_cast<uintptr_t>(x) % sizeof(Row<C>) == 0;
+  return n == C::kBlock && aligned;
+}
 
 // Memory where a wire has codes of several values; aligned as wires are.
 template <class T>
@@ -38,17 +49,9 @@ BAGUA_BOTH T at(const uint8_t* wire) {
 
 // Values of one block.
 template <class C>
-struct alignas(16) Values {
+struct Values {
   float of[Lanes<C>::kEach];
 };
-template <class C>
-BAGUA_BOTH Four& four_of(Values<C>& values, int k) {
-  return *reinterpret_cast<Four*>(values.of + k);
-}
-template <class C>
-BAGUA_BOTH const Four& four_of(const Values<C>& values, int k) {
-  return *reinterpret_cast<const Four*>(values.of + k);
-}
 
 // Lets words travel between lanes, whatever they are part of.
 template <class T, class Move>
@@ -65,30 +68,69 @@ BAGUA_BOTH T moved(const T& value, Move&& move) {
 // Calls f(k, place) for those of this lane's values that are among the first n.
 template <class C, class Warp, class F>
 BAGUA_BOTH void for_values(const Warp& warp, int n, F&& f) {
+  BAGUA_UNROLL
   for (int k = 0; k < Lanes<C>::kEach; ++k) {
-    const int i = Lanes<C>::place(warp.lane(), k);
-    if (n == C::kBlock || i < n) f(k, i);
+    if (Lanes<C>::has(warp.lane(), k, n)) f(k, Lanes<C>::place(warp.lane(), k));
+  }
+}
+
+// Calls f(k, value) for each of this lane's values of the n at x, and with 0 past those, so that
+// all loads begin before one has ended.
+template <class C, class Warp, class F>
+BAGUA_BOTH void for_loaded(const Warp& warp, const float* x, int n, F&& f) {
+  if (!in_rows<C>(x, n)) {
+    BAGUA_UNROLL
+    for (int k = 0; k < Lanes<C>::kEach; ++k) {
+      float value = 0;
+      if (Lanes<C>::has(warp.lane(), k, n)) value = x[Lanes<C>::place(warp.lane(), k)];
+      f(k, value);
+    }
+    return;
+  }
+  BAGUA_UNROLL
+  for (int k = 0; k < Lanes<C>::kEach; k += Lanes<C>::kRow) {
+    const auto row = *reinterpret_cast<const Row<C>*>(x + Lanes<C>::place(warp.lane(), k));
+    BAGUA_UNROLL
+    for (int j = 0; j < Lanes<C>::kRow; ++j) f(k + j, row.of[j]);
   }
 }
 
 template <class C, class Warp>
 BAGUA_BOTH void load(const Warp& warp, const float* x, int n, Values<C>& values) {
-  if (Lanes<C>::kInFours && n == C::kBlock && has_fours(x)) {
-    for (int k = 0; k < Lanes<C>::kEach; k += 4)
-      four_of(values, k) = *reinterpret_cast<const Four*>(x + Lanes<C>::place(warp.lane(), k));
-    return;
-  }
-  for_values<C>(warp, n, [&](int k, int i) { values.of[k] = x[i]; });
+  for_loaded<C>(warp, x, n, [&](int k, float value) { values.of[k] = value; });
+}
+template <class C, class Warp>
+BAGUA_BOTH void load_on_top(const Warp& warp, const float* x, int n, Values<C>& values) {
+  for_loaded<C>(warp, x, n, [&](int k, float value) { values.of[k] += value; });
 }
 
+// The row of this lane's k-th value, to its place in the n values at x.
+template <class C, bool kWhole, class Warp>
+BAGUA_BOTH void store_row(const Warp& warp, const Row<C>& row, int k, int n, float* x) {
+  const int i = Lanes<C>::place(warp.lane(), k);
+  if constexpr (kWhole) {
+    *reinterpret_cast<Row<C>*>(x + i) = row;
+  } else {
+    BAGUA_UNROLL
+    for (int j = 0; j < Lanes<C>::kRow; ++j)
+      if (Lanes<C>::has(warp.lane(), k + j, n)) x[i + j] = row.of[j];
+  }
+}
+
+template <class C, bool kWhole, class Warp>
+BAGUA_BOTH void store_rows(const Warp& warp, const Values<C>& values, int n, float* x) {
+  BAGUA_UNROLL
+  for (int k = 0; k < Lanes<C>::kEach; k += Lanes<C>::kRow) {
+    Row<C> row;
+    BAGUA_UNROLL
+    for (int j = 0; j < Lanes<C>::kRow; ++j) row.of[j] = values.of[k + j];
+    store_row<C, kWhole>(warp, row, k, n, x);
+  }
+}
 template <class C, class Warp>
 BAGUA_BOTH void store(const Warp& warp, const Values<C>& values, int n, float* x) {
-  if (Lanes<C>::kInFours && n == C::kBlock && has_fours(x)) {
-    for (int k = 0; k < Lanes<C>::kEach; k += 4)
-      *reinterpret_cast<Four*>(x + Lanes<C>::place(warp.lane(), k)) = four_of(values, k);
-    return;
-  }
-  for_values<C>(warp, n, [&](int k, int i) { x[i] = values.of[k]; });
+  if (in_rows<C>(x, n)) return store_rows<C, true>(warp, values, n, x);
+  store_rows<C, false>(warp, values, n, x);
 }
 
 // What n < C::kBlock values are filled up with.
@@ -97,17 +139,53 @@ BAGUA_BOTH void fill_up(const Warp& warp, int n, Values<C>& values) {
   if (n == C::kBlock) return;  // alike in all lanes
   const float first = moved(values.of[0], [&](uint32_t word) { return warp.first(word); });
   const float filling = C::Gathered::kPadsWithFirst ? first : 0.0f;
+  BAGUA_UNROLL
   for (int k = 0; k < Lanes<C>::kEach; ++k)
-    if (Lanes<C>::place(warp.lane(), k) >= n) values.of[k] = filling;
+    if (!Lanes<C>::has(warp.lane(), k, n)) values.of[k] = filling;
 }
 
 template <class C, class Warp>
 BAGUA_BOTH typename C::Head head_of(const Warp& warp, const Values<C>& values, int n) {
   typename C::Gathered all;
+  BAGUA_UNROLL
   for (const float x : values.of) all.add(x);
+  BAGUA_UNROLL
   for (int half = kLanes / 2; half > 0; half /= 2)
     all.merge(moved(all, [&](uint32_t word) { return warp.down(word, half); }));
   return moved(C::head_of(all, n), [&](uint32_t word) { return warp.first(word); });
+}
+
+// Bit k of lane l becomes bit l of lane k.
+template <class Warp>
+BAGUA_BOTH uint32_t transposed(const Warp& warp, uint32_t word) {
+  uint32_t low = 0xffffu;  // bits whose number does not have that of `half`
+  BAGUA_UNROLL
+  for (int half = kLanes / 2; half > 0; half /= 2, low ^= low << half) {
+    const bool upper = (warp.lane() & half) != 0;
+    const uint32_t other = warp.across(word, half), stays = upper ? ~low : low;
+    const int by = upper ? 32 - half : half;
+    word = (word & stays) | ((other << by | other >> (32 - by)) & ~stays);
+  }
+  return word;
+}
+
+// Codes of a bit, of up to 32 values.
+BAGUA_BOTH void store_bits(uint32_t word, int n, uint8_t* to) {
+  if (n >= 32) {
+    at<uint32_t>(to) = word;
+    return;
+  }
+  BAGUA_UNROLL
+  for (int i = 0; i < 32; i += 8)
+    if (i < n) to[i / 8] = static_cast<uint8_t>((word & ((1u << n) - 1)) >> i);
+}
+BAGUA_BOTH uint32_t load_bits(const uint8_t* from, int n) {
+  if (n >= 32) return at<uint32_t>(from);
+  uint32_t word = 0;
+  BAGUA_UNROLL
+  for (int i = 0; i < 32; i += 8)
+    if (i < n) word |= static_cast<uint32_t>(from[i / 8]) << i;
+  return word;
 }
 
 // What holds the codes of four values.
@@ -127,28 +205,25 @@ template <class C, class Warp, class Code>
 BAGUA_BOTH void store_codes(const Warp& warp, Code&& code, int n, uint8_t* to) {
   constexpr int kEach = Lanes<C>::kEach;
   if constexpr (C::kBits == 1) {
-    for (int k = 0; k < kEach; ++k) {
-      const uint32_t word = warp.vote(code(k) != 0);
-      const int left = n - k * kLanes;
-      if (warp.lane() != k % kLanes || left <= 0) continue;
-      if (left >= kLanes) {
-        at<uint32_t>(to + k * 4) = word;
-        continue;
-      }
-      for (int b = 0; b * 8 < left; ++b) {
-        const uint32_t mask = left - b * 8 >= 8 ? 0xffu : (1u << (left - b * 8)) - 1;
-        to[k * 4 + b] = static_cast<uint8_t>(word >> (8 * b) & mask);
-      }
+    BAGUA_UNROLL
+    for (int k = 0; k < kEach; k += 32) {
+      uint32_t word = 0;
+      BAGUA_UNROLL
+      for (int j = 0; j < 32; ++j) word |= code(k + j) << j;
+      const int first = (k + warp.lane()) * 32;  // of those that this lane stores
+      store_bits(transposed(warp, word), n - first, to + first / 8);
     }
   } else {
     using Word = typename Packed<C::kBits>::Word;
+    BAGUA_UNROLL
     for (int k = 0; k < kEach; k += 4) {
       const int i = Lanes<C>::place(warp.lane(), k);
       uint32_t word = 0;
+      BAGUA_UNROLL
       for (int j = 0; j < 4; ++j)
-        if (n == C::kBlock || i + j < n) word |= code(k + j) << (j * C::kBits);
+        if (Lanes<C>::has(warp.lane(), k + j, n)) word |= code(k + j) << (j * C::kBits);
       uint8_t* place = to + i * C::kBits / 8;
-      if (n == C::kBlock || i + 3 < n) {
+      if (Lanes<C>::has(warp.lane(), k + 3, n)) {
         at<Word>(place) = static_cast<Word>(word);
       } else {
         for (int bit = 0; i + bit / C::kBits < n; bit += 8)
@@ -161,19 +236,44 @@ BAGUA_BOTH void store_codes(const Warp& warp, Code&& code, int n, uint8_t* to) {
 template <class C, class Warp>
 BAGUA_BOTH void load_codes(const Warp& warp, const uint8_t* from, int n, uint32_t* codes) {
   constexpr uint32_t kMask = (1u << C::kBits) - 1;
-  if (n < C::kBlock) {
+  if constexpr (C::kBits == 1) {
+    BAGUA_UNROLL
+    for (int k = 0; k < Lanes<C>::kEach; k += 32) {
+      const int first = (k + warp.lane()) * 32;
+      const uint32_t word = transposed(warp, load_bits(from + first / 8, n - first));
+      BAGUA_UNROLL
+      for (int j = 0; j < 32; ++j) codes[k + j] = word >> j & 1u;
+    }
+  } else if (n < C::kBlock) {
     for_values<C>(warp, n, [&](int k, int i) {
       codes[k] = from[i * C::kBits / 8] >> (i * C::kBits % 8) & kMask;
     });
-  } else if constexpr (C::kBits == 1) {
-    for (int k = 0; k < Lanes<C>::kEach; ++k)
-      codes[k] = at<uint32_t>(from + k * 4) >> warp.lane() & 1u;
   } else {
     using Word = typename Packed<C::kBits>::Word;
+    BAGUA_UNROLL
     for (int k = 0; k < Lanes<C>::kEach; k += 4) {
       const uint32_t word = at<Word>(from + Lanes<C>::place(warp.lane(), k) * C::kBits / 8);
+      BAGUA_UNROLL
       for (int j = 0; j < 4; ++j) codes[k + j] = word >> (j * C::kBits) & kMask;
     }
+  }
+}
+
+// What the wire says of n values, and what it loses of them, row after row: each is stored before
+// the next takes registers.
+template <class C, bool kWhole, class Warp, class Code>
+BAGUA_BOTH void tell(const Warp& warp, const Values<C>& values, Code&& code,
+                     const typename C::Coder& coder, int n, float* said, float* rest) {
+  BAGUA_UNROLL
+  for (int k = 0; k < Lanes<C>::kEach; k += Lanes<C>::kRow) {
+    Row<C> told, lost;
+    BAGUA_UNROLL
+    for (int j = 0; j < Lanes<C>::kRow; ++j) {
+      told.of[j] = C::value(code(k + j), coder);
+      lost.of[j] = finite_or_zero(values.of[k + j] - told.of[j]);
+    }
+    if (said) store_row<C, kWhole>(warp, told, k, n, said);
+    if (rest) store_row<C, kWhole>(warp, lost, k, n, rest);
   }
 }
 
@@ -188,13 +288,9 @@ BAGUA_BOTH void encode_block(const Warp& warp, Values<C>& values, int n, uint8_t
   const auto code = [&](int k) { return C::code(values.of[k], coder); };
   store_codes<C>(warp, code, n, wire + sizeof head);
   if (!said && !rest) return;
-  Values<C> told;
-  for (int k = 0; k < Lanes<C>::kEach; ++k) told.of[k] = C::value(code(k), coder);
-  if (said) store<C>(warp, told, n, said);
-  if (!rest) return;
-  for (int k = 0; k < Lanes<C>::kEach; ++k)
-    values.of[k] = finite_or_zero(values.of[k] - told.of[k]);
-  store<C>(warp, values, n, rest);
+  if (in_rows<C>(said, n) && in_rows<C>(rest, n))  // null is aligned
+    return tell<C, true>(warp, values, code, coder, n, said, rest);
+  tell<C, false>(warp, values, code, coder, n, said, rest);
 }
 
 // Adds what the wire says to n values.
@@ -203,6 +299,7 @@ BAGUA_BOTH void decode_block(const Warp& warp, const uint8_t* wire, int n, Value
   const typename C::Coder coder = C::coder_of(at<typename C::Head>(wire));
   uint32_t codes[Lanes<C>::kEach] = {};
   load_codes<C>(warp, wire + sizeof(typename C::Head), n, codes);
+  BAGUA_UNROLL
   for (int k = 0; k < Lanes<C>::kEach; ++k) {
     const float value = C::value(codes[k], coder);
     values.of[k] = Adds ? values.of[k] + value : value;

@@ -1,8 +1,11 @@
-// Marks functions that CPUs and GPUs run alike.
+// Marks functions that CPUs and GPUs run alike, and loops that GPUs unroll: over arrays that are to
+// stay in registers, which have no addresses.
 #pragma once
 
 #ifdef __CUDACC__
 #define BAGUA_BOTH __host__ __device__ inline
+#define BAGUA_UNROLL _Pragma("unroll")
 #else
 #define BAGUA_BOTH [[gnu::always_inline]] inline
+#define BAGUA_UNROLL
 #endif

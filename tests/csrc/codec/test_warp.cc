@@ -53,6 +53,9 @@ struct HostWarp {
     const auto words = together.exchange(my_lane, x);
     return words[static_cast<size_t>(my_lane + d < kLanes ? my_lane + d : my_lane)];
   }
+  uint32_t across(uint32_t x, int d) const {
+    return together.exchange(my_lane, x)[static_cast<size_t>(my_lane ^ d)];
+  }
   uint32_t first(uint32_t x) const { return together.exchange(my_lane, x)[0]; }
   uint32_t vote(bool b) const {
     const auto words = together.exchange(my_lane, b);
@@ -155,11 +158,9 @@ TYPED_TEST(WarpTest, EncodesTheSameBytes) {
           this->coding.encode(in.data(), n, to);
         }
         run_warp([&](const HostWarp& warp) {
-          Values<C> values = {}, lost = {};
+          Values<C> values = {};
           load<C>(warp, in.data(), n, values);
-          if (keeps) load<C>(warp, warp_rest.data(), n, lost);
-          for (int k = 0; k < Lanes<C>::kEach; ++k)
-            if (keeps) values.of[k] += lost.of[k];
+          if (keeps) load_on_top<C>(warp, warp_rest.data(), n, values);
           encode_block<C>(warp, values, n, reinterpret_cast<uint8_t*>(warp_wire.data()),
                           warp_said.data(), keeps ? warp_rest.data() : nullptr);
         });
