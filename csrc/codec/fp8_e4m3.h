@@ -1,6 +1,7 @@
 // float scale = greatest magnitude / 448, 512 codes: 516 bytes for 2048. A code is a float with 4
 // bits of exponent and 3 of mantissa, rounded to nearest even; 448 is the greatest there is. A
-// block that holds a NaN or an Inf decodes to NaN.
+// block that holds a NaN or an Inf decodes to NaN; its codes have no sign, for that of a NaN is the
+// processor's choice.
 #pragma once
 
 #include "codec/format.h"
@@ -17,6 +18,7 @@ struct Fp8E4M3 {
   };
   struct Coder {
     float scale, inverse;
+    uint32_t sign;  // the bit that says it
   };
 
   BAGUA_BOTH static Head head_of(const Magnitude& all, int) {
@@ -24,11 +26,11 @@ struct Fp8E4M3 {
     return {is_finite(top) ? top / kGreatest : not_a_number()};
   }
   BAGUA_BOTH static Coder coder_of(const Head& head) {
-    return {head.scale, inverse_or_zero(head.scale)};
+    return {head.scale, inverse_or_zero(head.scale), is_finite(head.scale) ? 0x80u : 0u};
   }
   BAGUA_BOTH static uint32_t code(float x, const Coder& c) {
     const uint32_t u = float_bits(x * c.inverse);
-    const uint32_t sign = float_bits(x) >> 24 & 0x80u;  // that of 0 * Inf is the processor's choice
+    const uint32_t sign = float_bits(x) >> 24 & c.sign;  // nor has that of 0 * Inf a meaning
     uint32_t magnitude = u & 0x7fffffffu;
     const uint32_t greatest = 0x43e00000u;  // of 448
     magnitude = magnitude < greatest ? magnitude : greatest;

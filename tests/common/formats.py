@@ -81,7 +81,7 @@ def fp8_codes(x: Floats) -> tuple[list[Any], NDArray[Any]]:
     ties = (table[:-1] + table[1:]) / 2
     code = np.searchsorted(ties, magnitude)  # a tie goes to the smaller one
     to_odd = np.isin(magnitude, ties) & (code % 2 == 1)
-    return [scale], code + to_odd + 128 * np.signbit(x)
+    return [scale], code + to_odd + 128 * (np.signbit(x) & (not bad))
 
 
 def fp8_values(head: Floats, codes: NDArray[Any]) -> Floats:
