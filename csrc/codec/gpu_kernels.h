@@ -1,13 +1,17 @@
 // What the kernels of all codecs have in common. A family of kernels says
 //   Shape, shape(coding, count)  what its kernels are told of the values and their wires
-//   kThreads, grid(count)        threads of a block, and how many of those blocks
+//   kThreads, blocks(count)      threads of a block, and how many of those blocks there is work for
 //   kAtOnce                      blocks that a multiprocessor has registers for, at least
 //   shared_nbytes(shape)         memory that the threads of a block share
 //   encode, decode, add_up       what one of the threads does
 #pragma once
 
 #include <algorithm>
+#include <cmath>
+#include <map>
+#include <mutex>
 #include <string>
+#include <tuple>
 
 #include "codec/format.h"
 #include "codec/gpu.h"
@@ -28,6 +32,13 @@ const Kernels* topk_kernels(const std::string& name);
 using Scale = void (*)(void*, int64_t, float, Device::Stream);
 Scale scale_kernels(DType dtype);
 
+// What multiplies as the divisor divides, to the last bit: powers of two have that. Else 0.
+inline float exact_inverse(float divisor) {
+  int exponent;
+  const float inverse = 1 / divisor;
+  return std::frexp(divisor, &exponent) == 0.5f && std::isnormal(inverse) ? inverse : 0;
+}
+
 #ifdef __CUDACC__
 
 struct GpuWarp {
@@ -46,19 +57,47 @@ __device__ inline const uint8_t* wire_of(const Wires& wires, int i) {
 
 // What becomes of a sum.
 struct Finishing {
-  float divisor, factor;
+  explicit Finishing(const Finish& finish)
+      : divisor(static_cast<float>(finish.divisor)),
+        factor(static_cast<float>(finish.factor)),
+        inverse(exact_inverse(divisor)) {}
   __device__ float operator()(float sum) const {
-    return divisor == 1 && factor == 1 ? sum : sum / divisor * factor;
+    return (inverse != 0 ? sum * inverse : sum / divisor) * factor;
   }
+  // The same, and the way is chosen once for all.
+  template <int N>
+  __device__ void all(float (&sums)[N]) const {
+    if (inverse != 0) {
+#pragma unroll
+      for (float& sum : sums) sum = sum * inverse * factor;
+    } else {
+#pragma unroll
+      for (float& sum : sums) sum = sum / divisor * factor;
+    }
+  }
+
+  float divisor, factor, inverse;
 };
 
 inline cudaStream_t as_cuda(Device::Stream stream) { return static_cast<cudaStream_t>(stream); }
 
-// Blocks of threads for so many items; each goes on with what is left.
-inline int grid_of(int64_t items, int per_block) {
-  constexpr int64_t kMost = 132 * 16;
-  return static_cast<int>(
-      std::max<int64_t>(1, std::min<int64_t>((items + per_block - 1) / per_block, kMost)));
+// So many blocks of threads, but not more than the device runs at once: each goes on with what is
+// left, and none waits until another has made room.
+inline int grid_of(int64_t blocks, const void* kernel, int threads, int nbytes) {
+  static std::mutex mutex;
+  static std::map<std::tuple<int, const void*, int>, int> known;  // asking takes a while
+  int device = 0;
+  cudaGetDevice(&device);
+  const std::lock_guard<std::mutex> lock(mutex);
+  int& most = known[{device, kernel, nbytes}];
+  if (most == 0) {
+    int each = 1, processors = 1;
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads,
+                                                  static_cast<size_t>(nbytes));
+    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    most = std::max(1, each * processors);
+  }
+  return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(blocks, most)));
 }
 
 template <class K>
@@ -87,7 +126,9 @@ struct Launch {
     const int nbytes = K::shared_nbytes(shape);
     if (nbytes > 48 << 10)  // more than usual is asked for
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, nbytes);
-    kernel<<<K::grid(count), K::kThreads, nbytes, as_cuda(stream)>>>(shape, args...);
+    const int grid =
+        grid_of(K::blocks(count), reinterpret_cast<const void*>(kernel), K::kThreads, nbytes);
+    kernel<<<grid, K::kThreads, nbytes, as_cuda(stream)>>>(shape, args...);
   }
   static void encode(const Coding& coding, const float* in, float* residual, int64_t count,
                      char* wire, Device::Stream stream) {
@@ -99,8 +140,7 @@ struct Launch {
   }
   static void add_up(const Coding& coding, const Wires& wires, Finish f, float* residual,
                      int64_t count, char* wire, float* out, Device::Stream stream) {
-    const Finishing finish = {static_cast<float>(f.divisor), static_cast<float>(f.factor)};
-    launch(add_up_kernel<K>, coding, count, stream, wires, finish, residual,
+    launch(add_up_kernel<K>, coding, count, stream, wires, Finishing(f), residual,
            reinterpret_cast<uint8_t*>(wire), out);
   }
 };

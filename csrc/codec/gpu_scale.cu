@@ -32,8 +32,10 @@ template <class S>
 void launch(void* data, int64_t count, float factor, Device::Stream stream) {
   const bool whole = reinterpret_cast<uintptr_t>(data) % sizeof(Pack<S>) == 0;
   const int64_t packs = whole ? count / Pack<S>::kEach : 0;
-  scale_kernel<S><<<grid_of(whole ? packs : count, kThreads), kThreads, 0, as_cuda(stream)>>>(
-      static_cast<typename S::Wire*>(data), packs, count, factor);
+  const int64_t blocks = ((whole ? packs : count) + kThreads - 1) / kThreads;
+  const int grid = grid_of(blocks, reinterpret_cast<const void*>(scale_kernel<S>), kThreads, 0);
+  scale_kernel<S><<<grid, kThreads, 0, as_cuda(stream)>>>(static_cast<typename S::Wire*>(data),
+                                                          packs, count, factor);
 }
 
 }  // namespace

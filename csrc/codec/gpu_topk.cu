@@ -26,7 +26,7 @@ struct Chunks {
     };
     return {count, kept(Desk::kChunk), kept(rest), coded(Desk::kChunk), coded(rest)};
   }
-  static int grid(int64_t count) { return grid_of(count, Desk::kChunk); }
+  static int64_t blocks(int64_t count) { return (count + Desk::kChunk - 1) / Desk::kChunk; }
   static int shared_nbytes(const Shape& shape) {
     return Desk::nbytes(shape.kept, shape.coded_nbytes);
   }

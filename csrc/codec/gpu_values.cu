@@ -15,10 +15,11 @@ struct Blocks {
   using Shape = int64_t;
   // Who has many values in registers has few neighbours.
   static constexpr bool kLarge = Lanes<C>::kEach > 16;
-  static constexpr int kThreads = kLarge ? 128 : 256, kAtOnce = kLarge ? 4 : 3;
+  static constexpr int kThreads = kLarge ? 128 : 256, kAtOnce = 4;
   static int64_t shape(const Coding&, int64_t count) { return count; }
-  static int grid(int64_t count) {
-    return grid_of((count + C::kBlock - 1) / C::kBlock, kThreads / kLanes);
+  static int64_t blocks(int64_t count) {
+    constexpr int64_t kEach = C::kBlock * (kThreads / kLanes);
+    return (count + kEach - 1) / kEach;
   }
   static int shared_nbytes(int64_t) { return 0; }
 
@@ -64,7 +65,7 @@ struct Blocks {
 #pragma unroll 4  // of several the codes are loaded before the first is used
       for (int i = 0; i < wires.count; ++i)
         decode_block<C, true>(warp, wire_of(wires, i) + at, n, sum);
-      for (float& x : sum.of) x = finish(x);
+      finish.all(sum.of);
       if (residual) load_on_top<C>(warp, residual + begin, n, sum);
       encode_block<C>(warp, sum, n, wire + at, out + begin, residual ? residual + begin : nullptr);
     });
@@ -77,7 +78,7 @@ struct Singles {
   using Wire = typename S::Wire;
   static constexpr int kThreads = 256, kAtOnce = 1;
   static int64_t shape(const Coding&, int64_t count) { return count; }
-  static int grid(int64_t count) { return grid_of(count, kThreads); }
+  static int64_t blocks(int64_t count) { return (count + kThreads - 1) / kThreads; }
   static int shared_nbytes(int64_t) { return 0; }
 
   template <class F>

@@ -42,8 +42,11 @@ struct MinMax {
     const uint32_t place = float_bits((x - c.lo) * c.inverse + 12582912.0f);
     return (place < most ? place : most) & top;
   }
-  BAGUA_BOTH static float value(uint32_t code, const Coder& c) {
-    return same_nan(c.lo + static_cast<float>(static_cast<int32_t>(code)) * c.step);
+  BAGUA_BOTH static float term(uint32_t word, const Coder& c, int j = 0) {
+    return c.lo + float_in<Bits>(word, j) * c.step;
+  }
+  BAGUA_BOTH static float value(uint32_t word, const Coder& c, int j = 0) {
+    return same_nan(term(word, c, j));
   }
 };
 

@@ -22,8 +22,11 @@ struct Sign1 {
   }
   BAGUA_BOTH static Coder coder_of(const Head& head) { return head; }
   BAGUA_BOTH static uint32_t code(float x, const Coder&) { return x < 0 ? 1u : 0u; }
-  BAGUA_BOTH static float value(uint32_t code, const Coder& c) {
-    return bits_float(float_bits(c.scale) ^ code << 31);
+  BAGUA_BOTH static float value(uint32_t word, const Coder& c, int j = 0) {
+    return bits_float(float_bits(c.scale) ^ code_in<1>(word, j) << 31);
+  }
+  BAGUA_BOTH static float term(uint32_t word, const Coder& c, int j = 0) {
+    return value(word, c, j);
   }
 };
 

@@ -65,15 +65,6 @@ BAGUA_BOTH T moved(const T& value, Move&& move) {
   return result;
 }
 
-// Calls f(k, place) for those of this lane's values that are among the first n.
-template <class C, class Warp, class F>
-BAGUA_BOTH void for_values(const Warp& warp, int n, F&& f) {
-  BAGUA_UNROLL
-  for (int k = 0; k < Lanes<C>::kEach; ++k) {
-    if (Lanes<C>::has(warp.lane(), k, n)) f(k, Lanes<C>::place(warp.lane(), k));
-  }
-}
-
 // Calls f(k, value) for each of this lane's values of the n at x, and with 0 past those, so that
 // all loads begin before one has ended.
 template <class C, class Warp, class F>
@@ -200,76 +191,91 @@ struct Packed<4> {
   using Word = uint16_t;
 };
 
-// Codes of n values, code(k) of this lane's k-th, to what follows a head.
-template <class C, class Warp, class Code>
-BAGUA_BOTH void store_codes(const Warp& warp, Code&& code, int n, uint8_t* to) {
-  constexpr int kEach = Lanes<C>::kEach;
-  if constexpr (C::kBits == 1) {
-    BAGUA_UNROLL
-    for (int k = 0; k < kEach; k += 32) {
-      uint32_t word = 0;
-      BAGUA_UNROLL
-      for (int j = 0; j < 32; ++j) word |= code(k + j) << j;
+// This lane's codes, kCodes<C> to a word.
+template <class C>
+constexpr int kCodes = C::kBits == 1 ? 32 : 4;
+template <class C>
+struct Words {
+  uint32_t of[Lanes<C>::kEach / kCodes<C>];
+};
+template <class C>
+BAGUA_BOTH Words<C> words_of(const Values<C>& values, const typename C::Coder& coder) {
+  Words<C> words = {};
+  BAGUA_UNROLL
+  for (int k = 0; k < Lanes<C>::kEach; ++k)
+    words.of[k / kCodes<C>] |= C::code(values.of[k], coder) << (k % kCodes<C> * C::kBits);
+#ifdef __CUDA_ARCH__  // whose compiler would keep each code beside the word that has it
+  BAGUA_UNROLL
+  for (uint32_t& word : words.of) asm("" : "+r"(word));
+#endif
+  return words;
+}
+
+// Those of n values, to what follows a head.
+template <class C, class Warp>
+BAGUA_BOTH void store_words(const Warp& warp, const Words<C>& words, int n, uint8_t* to) {
+  BAGUA_UNROLL
+  for (int k = 0; k < Lanes<C>::kEach; k += kCodes<C>) {
+    const uint32_t word = words.of[k / kCodes<C>];
+    if constexpr (C::kBits == 1) {
       const int first = (k + warp.lane()) * 32;  // of those that this lane stores
       store_bits(transposed(warp, word), n - first, to + first / 8);
-    }
-  } else {
-    using Word = typename Packed<C::kBits>::Word;
-    BAGUA_UNROLL
-    for (int k = 0; k < kEach; k += 4) {
-      const int i = Lanes<C>::place(warp.lane(), k);
-      uint32_t word = 0;
-      BAGUA_UNROLL
-      for (int j = 0; j < 4; ++j)
-        if (Lanes<C>::has(warp.lane(), k + j, n)) word |= code(k + j) << (j * C::kBits);
-      uint8_t* place = to + i * C::kBits / 8;
+    } else {
+      using Word = typename Packed<C::kBits>::Word;
+      uint8_t* place = to + Lanes<C>::place(warp.lane(), k) * C::kBits / 8;
       if (Lanes<C>::has(warp.lane(), k + 3, n)) {
         at<Word>(place) = static_cast<Word>(word);
       } else {
-        for (int bit = 0; i + bit / C::kBits < n; bit += 8)
-          place[bit / 8] = static_cast<uint8_t>(word >> bit);
+        const int left = (n - Lanes<C>::place(warp.lane(), k)) * C::kBits;
+        BAGUA_UNROLL
+        for (int bit = 0; bit < 4 * C::kBits; bit += 8)
+          if (bit < left) place[bit / 8] = static_cast<uint8_t>((word & ((1u << left) - 1)) >> bit);
       }
     }
   }
 }
-
 template <class C, class Warp>
-BAGUA_BOTH void load_codes(const Warp& warp, const uint8_t* from, int n, uint32_t* codes) {
-  constexpr uint32_t kMask = (1u << C::kBits) - 1;
-  if constexpr (C::kBits == 1) {
-    BAGUA_UNROLL
-    for (int k = 0; k < Lanes<C>::kEach; k += 32) {
+BAGUA_BOTH Words<C> load_words(const Warp& warp, const uint8_t* from, int n) {
+  Words<C> words;
+  BAGUA_UNROLL
+  for (int k = 0; k < Lanes<C>::kEach; k += kCodes<C>) {
+    uint32_t& word = words.of[k / kCodes<C>];
+    if constexpr (C::kBits == 1) {
       const int first = (k + warp.lane()) * 32;
-      const uint32_t word = transposed(warp, load_bits(from + first / 8, n - first));
-      BAGUA_UNROLL
-      for (int j = 0; j < 32; ++j) codes[k + j] = word >> j & 1u;
-    }
-  } else if (n < C::kBlock) {
-    for_values<C>(warp, n, [&](int k, int i) {
-      codes[k] = from[i * C::kBits / 8] >> (i * C::kBits % 8) & kMask;
-    });
-  } else {
-    using Word = typename Packed<C::kBits>::Word;
-    BAGUA_UNROLL
-    for (int k = 0; k < Lanes<C>::kEach; k += 4) {
-      const uint32_t word = at<Word>(from + Lanes<C>::place(warp.lane(), k) * C::kBits / 8);
-      BAGUA_UNROLL
-      for (int j = 0; j < 4; ++j) codes[k + j] = word >> (j * C::kBits) & kMask;
+      word = transposed(warp, load_bits(from + first / 8, n - first));
+    } else {
+      const uint8_t* place = from + Lanes<C>::place(warp.lane(), k) * C::kBits / 8;
+      word = 0;
+      if (Lanes<C>::has(warp.lane(), k + 3, n)) {
+        word = at<typename Packed<C::kBits>::Word>(place);
+      } else {
+        BAGUA_UNROLL
+        for (int bit = 0; bit < 4 * C::kBits; bit += 8)
+          if (Lanes<C>::has(warp.lane(), k + bit / C::kBits, n))
+            word |= static_cast<uint32_t>(place[bit / 8]) << bit;
+      }
     }
   }
+  return words;
+}
+
+// The value that the k-th code says.
+template <class C>
+BAGUA_BOTH float value_in(const Words<C>& words, int k, const typename C::Coder& coder) {
+  return C::value(words.of[k / kCodes<C>], coder, k % kCodes<C>);
 }
 
 // What the wire says of n values, and what it loses of them, row after row: each is stored before
 // the next takes registers.
-template <class C, bool kWhole, class Warp, class Code>
-BAGUA_BOTH void tell(const Warp& warp, const Values<C>& values, Code&& code,
+template <class C, bool kWhole, class Warp>
+BAGUA_BOTH void tell(const Warp& warp, const Values<C>& values, const Words<C>& words,
                      const typename C::Coder& coder, int n, float* said, float* rest) {
   BAGUA_UNROLL
   for (int k = 0; k < Lanes<C>::kEach; k += Lanes<C>::kRow) {
     Row<C> told, lost;
     BAGUA_UNROLL
     for (int j = 0; j < Lanes<C>::kRow; ++j) {
-      told.of[j] = C::value(code(k + j), coder);
+      told.of[j] = value_in<C>(words, k + j, coder);
       lost.of[j] = finite_or_zero(values.of[k + j] - told.of[j]);
     }
     if (said) store_row<C, kWhole>(warp, told, k, n, said);
@@ -285,24 +291,26 @@ BAGUA_BOTH void encode_block(const Warp& warp, Values<C>& values, int n, uint8_t
   const typename C::Head head = head_of<C>(warp, values, n);
   const typename C::Coder coder = C::coder_of(head);
   if (warp.lane() == 0) at<typename C::Head>(wire) = head;
-  const auto code = [&](int k) { return C::code(values.of[k], coder); };
-  store_codes<C>(warp, code, n, wire + sizeof head);
+  const Words<C> words = words_of<C>(values, coder);
+  store_words<C>(warp, words, n, wire + sizeof head);
   if (!said && !rest) return;
   if (in_rows<C>(said, n) && in_rows<C>(rest, n))  // null is aligned
-    return tell<C, true>(warp, values, code, coder, n, said, rest);
-  tell<C, false>(warp, values, code, coder, n, said, rest);
+    return tell<C, true>(warp, values, words, coder, n, said, rest);
+  tell<C, false>(warp, values, words, coder, n, said, rest);
 }
 
 // Adds what the wire says to n values.
 template <class C, bool Adds, class Warp>
 BAGUA_BOTH void decode_block(const Warp& warp, const uint8_t* wire, int n, Values<C>& values) {
   const typename C::Coder coder = C::coder_of(at<typename C::Head>(wire));
-  uint32_t codes[Lanes<C>::kEach] = {};
-  load_codes<C>(warp, wire + sizeof(typename C::Head), n, codes);
+  const Words<C> words = load_words<C>(warp, wire + sizeof(typename C::Head), n);
   BAGUA_UNROLL
   for (int k = 0; k < Lanes<C>::kEach; ++k) {
-    const float value = C::value(codes[k], coder);
-    values.of[k] = Adds ? values.of[k] + value : value;
+    if (Adds) {
+      values.of[k] += C::term(words.of[k / kCodes<C>], coder, k % kCodes<C>);
+    } else {
+      values.of[k] = value_in<C>(words, k, coder);
+    }
   }
 }
 

@@ -13,6 +13,7 @@
 
 #include "codec/codec.h"
 #include "codec/fp8_e4m3.h"
+#include "codec/gpu_kernels.h"
 #include "codec/minmax_u4.h"
 #include "codec/minmax_u8.h"
 #include "codec/sign1.h"
@@ -196,6 +197,75 @@ TYPED_TEST(WarpTest, DecodesTheSameValues) {
         ASSERT_TRUE(same_bits(out, warp_out)) << "kind " << kind << ", " << n << " values";
         ASSERT_TRUE(same_bits(sum, warp_sum)) << "kind " << kind << ", " << n << " values";
       }
+}
+
+// What is added up may be any NaN where it is one: processors do not agree on the bits.
+TYPED_TEST(WarpTest, AddsUpToTheSameBytes) {
+  using C = typename TypeParam::Type;
+  for (const uint32_t nan : {0u, 0x7fffffffu, 0xffc00000u, 0xff800001u})
+    for (int kind = 0; kind < kKinds; ++kind)
+      for (const int n : {33, C::kBlock - 1, C::kBlock}) {
+        const int64_t nbytes = this->coding.wire_nbytes(n), stride = (nbytes + 3) / 4 * 4;
+        std::vector<uint32_t> wires(static_cast<size_t>(3 * stride / 4));
+        std::vector<const char*> said_by;
+        for (int i = 0; i < 3; ++i) {  // the last one has blocks without a NaN
+          char* to = reinterpret_cast<char*>(wires.data()) + i * stride;
+          this->coding.encode(hard_values(i == 2 ? 0 : kind + i, n).data(), n, to);
+          said_by.push_back(to);
+        }
+        std::vector<float> sum(static_cast<size_t>(n)), rest(sum.size(), 0.0625f);
+        std::vector<float> warp_said(sum.size()), warp_rest = rest;
+        auto wire = this->room(), warp_wire = wire;
+        this->coding.add_up(said_by, {4, 1}, n, sum.data());
+        this->coding.encode_rest(sum.data(), rest.data(), n, reinterpret_cast<char*>(wire.data()));
+        this->coding.decode(reinterpret_cast<const char*>(wire.data()), n, sum.data());
+        run_warp([&](const HostWarp& warp) {
+          Values<C> values = {};
+          for (const char* one : said_by)
+            decode_block<C, true>(warp, reinterpret_cast<const uint8_t*>(one), n, values);
+          for (float& x : values.of) x *= exact_inverse(4);
+          load_on_top<C>(warp, warp_rest.data(), n, values);
+          for (float& x : values.of)
+            if (std::isnan(x) && nan != 0) x = bits_float(nan);
+          encode_block<C>(warp, values, n, reinterpret_cast<uint8_t*>(warp_wire.data()),
+                          warp_said.data(), warp_rest.data());
+        });
+        ASSERT_EQ(wire, warp_wire) << "kind " << kind << ", " << n << " values";
+        ASSERT_TRUE(same_bits(sum, warp_said)) << "kind " << kind << ", " << n << " values";
+        ASSERT_TRUE(same_bits(rest, warp_rest)) << "kind " << kind << ", " << n << " values";
+      }
+}
+
+// How GPUs go from codes to floats, and CPUs.
+TEST(Warp, CodesBecomeTheSameFloats) {
+  std::mt19937 random(7);
+  for (int i = 0; i < 1 << 16; ++i) {
+    const auto word = static_cast<uint32_t>(random());
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t code = code_in<8>(word, j);
+      ASSERT_EQ(float_by_sum<8>(word, j), static_cast<float>(code));
+      ASSERT_EQ(float_by_sum<4>(word, j), static_cast<float>(code_in<4>(word, j)));
+      ASSERT_EQ(float_bits(Fp8E4M3::by_product(word, j)), float_bits(Fp8E4M3::by_choice(code)));
+    }
+  }
+}
+
+TEST(Warp, PowersOfTwoHaveAnExactInverse) {
+  std::mt19937 random(7);
+  for (const float divisor : {1.0f, 2.0f, 0.5f, 8.0f, 1024.0f, 0x1p126f, 0x1p-126f, -4.0f}) {
+    const float inverse = exact_inverse(divisor);
+    if (divisor < 0) {
+      EXPECT_EQ(inverse, 0);
+      continue;
+    }
+    for (int i = 0; i < 1 << 14; ++i) {
+      const float x = bits_float(static_cast<uint32_t>(random()));
+      if (std::isnan(x)) continue;
+      ASSERT_EQ(float_bits(x * inverse), float_bits(x / divisor)) << x;
+    }
+  }
+  for (const float divisor : {3.0f, 6.0f, 0.0f, 0x1p127f, 0x1p-140f, INFINITY, NAN})
+    EXPECT_EQ(exact_inverse(divisor), 0) << divisor;
 }
 
 template <class V>
