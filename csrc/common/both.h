@@ -4,8 +4,12 @@
 
 #ifdef __CUDACC__
 #define BAGUA_BOTH __host__ __device__ inline
-#define BAGUA_UNROLL _Pragma("unroll")
 #else
 #define BAGUA_BOTH [[gnu::always_inline]] inline
+#endif
+
+#ifdef __CUDA_ARCH__
+#define BAGUA_UNROLL _Pragma("unroll")
+#else
 #define BAGUA_UNROLL
 #endif
