@@ -1,10 +1,11 @@
-// Formats that code every value: a warp to a block, or a thread to a value.
+// Formats that code every value: a warp to a block, or threads to a tile.
 #include "codec/fp8_e4m3.h"
 #include "codec/gpu_kernels.h"
 #include "codec/minmax_u4.h"
 #include "codec/minmax_u8.h"
 #include "codec/sign1.h"
 #include "codec/singles.h"
+#include "codec/tile.h"
 #include "codec/warp.h"
 
 namespace bagua {
@@ -75,44 +76,40 @@ struct Blocks {
 template <class S>
 struct Singles {
   using Shape = int64_t;
+  using T = Tile<S>;
   using Wire = typename S::Wire;
-  static constexpr int kThreads = 256, kAtOnce = 1;
+  static constexpr int kThreads = T::kThreads, kAtOnce = 4;
   static int64_t shape(const Coding&, int64_t count) { return count; }
-  static int64_t blocks(int64_t count) { return (count + kThreads - 1) / kThreads; }
+  static int64_t blocks(int64_t count) { return (count + T::kValues - 1) / T::kValues; }
   static int shared_nbytes(int64_t) { return 0; }
 
   template <class F>
-  __device__ static void for_each(int64_t count, F&& f) {
-    const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-    const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-    for (int64_t i = first; i < count; i += step) f(i);
-  }
-
-  __device__ static Wire code(float x, float* residual, int64_t i) {
-    if (!residual) return S::code(x);
-    const float whole = x + residual[i];
-    const Wire code = S::code(whole);
-    residual[i] = finite_or_zero(whole - S::value(code));
-    return code;
+  __device__ static void for_each(int64_t count, bool in_rows, F&& f) {
+    const int64_t step = static_cast<int64_t>(gridDim.x) * T::kValues;
+    for (int64_t begin = blockIdx.x * int64_t{T::kValues}; begin < count; begin += step)
+      T::visit(static_cast<int>(threadIdx.x), begin, count, in_rows, f);
   }
 
   __device__ static void encode(int64_t count, const float* in, float* residual, uint8_t* wire) {
     auto* to = reinterpret_cast<Wire*>(wire);
-    for_each(count, [&](int64_t i) { to[i] = code(in[i], residual, i); });
+    for_each(count, T::in_rows(in) && T::in_rows(residual) && T::in_rows(to),
+             [&](const auto& place) { T::encode(place, in, residual, to); });
   }
   __device__ static void decode(int64_t count, const uint8_t* wire, float* out) {
     auto* from = reinterpret_cast<const Wire*>(wire);
-    for_each(count, [&](int64_t i) { out[i] = S::value(from[i]); });
+    for_each(count, T::in_rows(from) && T::in_rows(out),
+             [&](const auto& place) { T::decode(place, from, out); });
   }
   __device__ static void add_up(int64_t count, const Wires& wires, Finishing finish,
                                 float* residual, uint8_t* wire, float* out) {
     auto* to = reinterpret_cast<Wire*>(wire);
-    for_each(count, [&](int64_t i) {
-      float sum = 0.0f;
-      for (int k = 0; k < wires.count; ++k)
-        sum += S::value(reinterpret_cast<const Wire*>(wire_of(wires, k))[i]);
-      to[i] = code(finish(sum), residual, i);
-      out[i] = S::value(to[i]);
+    const auto from = [&](int i) { return reinterpret_cast<const Wire*>(wire_of(wires, i)); };
+    bool in_rows = T::in_rows(residual) && T::in_rows(to) && T::in_rows(out);
+    for (int i = 0; i < wires.count && i < 2; ++i)  // then all are: distances are equal
+      in_rows = in_rows && T::in_rows(from(i));
+    for_each(count, in_rows, [&](const auto& place) {
+      const auto finish_all = [&](auto& sums) { finish.all(sums); };
+      T::add_up(place, wires.count, from, finish_all, residual, to, out);
     });
   }
 };

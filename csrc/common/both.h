@@ -10,6 +10,8 @@
 
 #ifdef __CUDA_ARCH__
 #define BAGUA_UNROLL _Pragma("unroll")
+#define BAGUA_UNROLL_4 _Pragma("unroll 4")
 #else
 #define BAGUA_UNROLL
+#define BAGUA_UNROLL_4
 #endif
