@@ -1,5 +1,6 @@
 #include "codec/gpu.h"
 
+#include <algorithm>
 #include <string>
 
 #include "codec/gpu_kernels.h"
@@ -22,9 +23,12 @@ void scale_on_host(void* data, int64_t count, float factor) {
   for (int64_t i = 0; i < count; ++i) values[i] = scaled<S>(values[i], factor);
 }
 
-void check_place(const char* wire) {
-  if (reinterpret_cast<uintptr_t>(wire) % 4 != 0)
-    throw UsageError("on a GPU a wire begins at a multiple of 4 bytes");
+// Halves are loaded at multiples of 2 bytes, which is where tensors of them may begin.
+void check_place(const Coding& coding, const char* wire) {
+  const int64_t place = std::min<int64_t>(coding.wire_nbytes(1), 4);
+  if (reinterpret_cast<uintptr_t>(wire) % static_cast<uintptr_t>(place) != 0)
+    throw UsageError("on a GPU a wire of " + std::string(coding.codec->name) +
+                     " begins at a multiple of " + std::to_string(place) + " bytes");
 }
 
 }  // namespace
@@ -32,7 +36,7 @@ void check_place(const char* wire) {
 void gpu_encode(const Coding& coding, const float* in, float* residual, int64_t count, char* wire,
                 Device& device, Device::Stream stream) {
   if (count == 0) return;
-  check_place(wire);
+  check_place(coding, wire);
   const auto on_host = [=] { coding.encode_rest(in, residual, count, wire); };
   if (device.works_on_host(stream, on_host)) return;
   device.as_current([&] { kernels_of(coding).encode(coding, in, residual, count, wire, stream); });
@@ -41,7 +45,7 @@ void gpu_encode(const Coding& coding, const float* in, float* residual, int64_t 
 void gpu_decode(const Coding& coding, const char* wire, int64_t count, float* out, Device& device,
                 Device::Stream stream) {
   if (count == 0) return;
-  check_place(wire);
+  check_place(coding, wire);
   const auto on_host = [=] { coding.decode(wire, count, out); };
   if (device.works_on_host(stream, on_host)) return;
   device.as_current([&] { kernels_of(coding).decode(coding, wire, count, out, stream); });
@@ -50,8 +54,8 @@ void gpu_decode(const Coding& coding, const char* wire, int64_t count, float* ou
 void gpu_add_up(const Coding& coding, const Wires& wires, Finish finish, float* residual,
                 int64_t count, char* wire, float* out, Device& device, Device::Stream stream) {
   if (count == 0) return;
-  check_place(wire);
-  for (int i = 0; i < wires.count; ++i) check_place(wires.first + i * wires.stride);
+  check_place(coding, wire);
+  for (int i = 0; i < wires.count; ++i) check_place(coding, wires.first + i * wires.stride);
   const auto on_host = [=] {
     std::vector<const char*> said;
     for (int i = 0; i < wires.count; ++i) said.push_back(wires.first + i * wires.stride);

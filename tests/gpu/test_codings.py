@@ -131,3 +131,21 @@ def test_misplaced_values():
     assert torch.equal(gpu_wire.cpu(), wire)
     with pytest.raises(ValueError, match="multiple of 4"):
         coding.encode(values, torch.zeros(len(wire) + 1, dtype=torch.uint8).cuda()[1:])
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("count", COUNTS)
+def test_halves_begin_anywhere(dtype, count):
+    coding = core.Coding(dtype)
+    values = hard_values(count, 0)
+    wire = torch.zeros(2 * count, dtype=torch.uint8)
+    coding.encode(values, wire)
+    for begin in (2, 8):  # where rows cannot be loaded at once, and where they can
+        gpu_wire = torch.zeros(2 * count + begin, dtype=torch.uint8).cuda()[begin:]
+        coding.encode(values.cuda(), gpu_wire)
+        assert_same_wires(coding, (dtype,), gpu_wire, wire, count)
+        said = torch.empty(count)
+        gpu_said = said.cuda()
+        coding.decode(wire, said)
+        coding.decode(gpu_wire, gpu_said)
+        assert_same_values(gpu_said, said)
