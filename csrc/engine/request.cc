@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <iterator>
+#include <tuple>
+#include <type_traits>
 
 namespace bagua {
 
@@ -33,7 +36,9 @@ std::string number_text(double x) {
   return text;
 }
 
-Difference tensor_difference(const Description& here, const Description& there) {
+Difference layout_difference(const Description& here, const Description& there) {
+  if (here.kind == OpKind::kAddProcessSet)
+    return {"ranks", shape_text(here.layout), shape_text(there.layout)};
   const auto a = tensors_of(here), b = tensors_of(there);
   if (a.size() != b.size())
     return {"number of tensors", std::to_string(a.size()), std::to_string(b.size())};
@@ -47,6 +52,69 @@ Difference tensor_difference(const Description& here, const Description& there) 
   return {"layout", "?", "?"};
 }
 
+// All fields, in the order of the bytes and of what users hear first. A new one does not compile
+// until it is here.
+template <class D>
+auto fields_of(D& d) {
+  auto& [kind, on_device, captured, registered, op, root, prescale, postscale, priority, codec,
+         peers, background, exact_in_nodes, layout] = d;
+  return std::tie(kind, on_device, captured, registered, op, root, prescale, postscale, priority,
+                  codec, peers, background, exact_in_nodes, layout);
+}
+using Fields = decltype(fields_of(std::declval<Description&>()));
+
+// Whether f says so of each field and its counterpart, up to the first of which it does not.
+template <class F>
+bool all_fields(const Description& here, const Description& there, F&& f) {
+  const auto hold = [&](const auto&... mine) {
+    return std::apply([&](const auto&... theirs) { return (f(mine, theirs) && ...); },
+                      fields_of(there));
+  };
+  return std::apply(hold, fields_of(here));
+}
+
+// What users call them.
+struct Words {
+  const char* what;
+  const char *no = "0", *yes = "1";
+};
+constexpr Words kWords[] = {{"operation"},
+                            {"place", "the host", "a GPU"},
+                            {"capture", "none", "in a CUDA graph"},
+                            {"registration with NCCL (nccl_register)", "none", "of an arena"},
+                            {"reduce op"},
+                            {"root"},
+                            {"prescale_factor"},
+                            {"postscale_factor"},
+                            {"priority"},
+                            {"codec"},
+                            {"peers"},
+                            {"background"},
+                            {"hierarchical"}};
+static_assert(std::size(kWords) + 1 == std::tuple_size_v<Fields>,
+              "the layout has words of its own");
+
+std::string text_of(OpKind kind, const Words&) { return kind_name(kind); }
+std::string text_of(ReduceOp op, const Words&) { return op_name(op); }
+std::string text_of(int32_t number, const Words&) { return std::to_string(number); }
+std::string text_of(double number, const Words&) { return number_text(number); }
+std::string text_of(bool is, const Words& words) { return is ? words.yes : words.no; }
+std::string text_of(const std::string& text, const Words&) { return text; }
+
+template <class T>
+void put(Writer& w, const T& field) {
+  w.put(field);
+}
+void put(Writer& w, const std::string& field) { w.put_string(field); }
+void put(Writer& w, const std::vector<int64_t>& field) { w.put_vector(field); }
+
+template <class T>
+void get(Reader& r, T& field) {
+  field = r.get<T>();
+}
+void get(Reader& r, std::string& field) { field = r.get_string(); }
+void get(Reader& r, std::vector<int64_t>& field) { field = r.get_vector<int64_t>(); }
+
 }  // namespace
 
 void Description::add_tensor(DType dtype, const int64_t* shape, size_t ndim) {
@@ -57,84 +125,37 @@ void Description::add_tensor(DType dtype, const int64_t* shape, size_t ndim) {
 }
 
 bool Description::operator==(const Description& other) const {
-  return kind == other.kind && op == other.op && root == other.root && prescale == other.prescale &&
-         postscale == other.postscale && on_device == other.on_device &&
-         captured == other.captured && registered == other.registered &&
-         priority == other.priority && codec == other.codec && peers == other.peers &&
-         background == other.background && exact_in_nodes == other.exact_in_nodes &&
-         layout == other.layout;
+  return all_fields(*this, other, [](const auto& a, const auto& b) { return a == b; });
 }
 
 std::string Description::encode() const {
   Writer w;
-  w.put(kind);
-  w.put(op);
-  w.put(root);
-  w.put(prescale);
-  w.put(postscale);
-  w.put(priority);
-  w.put_string(codec);
-  w.put_string(peers);
-  w.put(background);
-  w.put(exact_in_nodes);
-  w.put(on_device);
-  w.put(captured);
-  w.put(registered);
-  w.put_vector(layout);
+  std::apply([&](const auto&... field) { (put(w, field), ...); }, fields_of(*this));
   return w.take();
 }
 
 Description Description::decode(std::string_view bytes) {
   Reader r(bytes);
   Description d;
-  d.kind = r.get<OpKind>();
-  d.op = r.get<ReduceOp>();
-  d.root = r.get<int32_t>();
-  d.prescale = r.get<double>();
-  d.postscale = r.get<double>();
-  d.priority = r.get<int32_t>();
-  d.codec = r.get_string();
-  d.peers = r.get_string();
-  d.background = r.get<bool>();
-  d.exact_in_nodes = r.get<bool>();
-  d.on_device = r.get<bool>();
-  d.captured = r.get<bool>();
-  d.registered = r.get<bool>();
-  d.layout = r.get_vector<int64_t>();
+  std::apply([&](auto&... field) { (get(r, field), ...); }, fields_of(d));
   return d;
 }
 
 Difference first_difference(const Description& here, const Description& there) {
-  if (here.kind != there.kind) return {"operation", kind_name(here.kind), kind_name(there.kind)};
-  if (here.kind == OpKind::kAddProcessSet)
-    return {"ranks", shape_text(here.layout), shape_text(there.layout)};
-  if (here.on_device != there.on_device)
-    return {"place", here.on_device ? "a GPU" : "the host", there.on_device ? "a GPU" : "the host"};
-  if (here.captured != there.captured)
-    return {"capture", here.captured ? "in a CUDA graph" : "none",
-            there.captured ? "in a CUDA graph" : "none"};
-  if (here.registered != there.registered)
-    return {"registration with NCCL (nccl_register=False does without)",
-            std::to_string(here.registered), std::to_string(there.registered)};
-  if (here.op != there.op) return {"reduce op", op_name(here.op), op_name(there.op)};
-  if (here.root != there.root) {
-    const char* what = here.kind == OpKind::kRemoveProcessSet ? "process set" : "root";
-    return {what, std::to_string(here.root), std::to_string(there.root)};
-  }
-  if (here.prescale != there.prescale)
-    return {"prescale_factor", number_text(here.prescale), number_text(there.prescale)};
-  if (here.postscale != there.postscale)
-    return {"postscale_factor", number_text(here.postscale), number_text(there.postscale)};
-  if (here.priority != there.priority)
-    return {"priority", std::to_string(here.priority), std::to_string(there.priority)};
-  if (here.codec != there.codec) return {"codec", here.codec, there.codec};
-  if (here.peers != there.peers) return {"peers", here.peers, there.peers};
-  if (here.background != there.background)
-    return {"background", std::to_string(here.background), std::to_string(there.background)};
-  if (here.exact_in_nodes != there.exact_in_nodes)
-    return {"hierarchical", std::to_string(here.exact_in_nodes),
-            std::to_string(there.exact_in_nodes)};
-  return tensor_difference(here, there);
+  Difference found;
+  const Words* words = kWords;
+  all_fields(here, there, [&](const auto& mine, const auto& theirs) {
+    if constexpr (std::is_same_v<decltype(mine), const std::vector<int64_t>&>) {
+      found = layout_difference(here, there);
+      return false;
+    } else {
+      if (mine != theirs) found = {words->what, text_of(mine, *words), text_of(theirs, *words)};
+      ++words;
+      return mine == theirs;
+    }
+  });
+  if (here.kind == OpKind::kRemoveProcessSet && found.what == "root") found.what = "process set";
+  return found;
 }
 
 int64_t TensorInfo::count() const { return count_of(shape.data(), shape.size()); }

@@ -21,18 +21,18 @@ constexpr int64_t kAnyExtent = -1;
 // Everything about a request that must be the same on every rank.
 struct Description {
   OpKind kind = OpKind::kAllreduce;
+  bool on_device = false;   // all its tensors are, on all ranks
+  bool captured = false;    // in a graph of the device, which will do it again and again
+  bool registered = false;  // its only tensor has all of some memory that NCCL can register
   ReduceOp op = ReduceOp::kSum;
   int32_t root = -1;  // rank of the world; the set's id for remove_process_set
   double prescale = 1;
   double postscale = 1;
+  int32_t priority = 0;         // higher goes first among requests agreed together
   std::string codec;            // of an allreduce whose values travel through one, see parse_coding
   std::string peers;            // of an allreduce that is not with everyone, see parse_peers
-  bool exact_in_nodes = false;  // codec and peers count only between nodes
   bool background = false;      // gives way to everything else
-  bool on_device = false;       // all its tensors are, on all ranks
-  bool captured = false;        // in a graph of the device, which will do it again and again
-  bool registered = false;      // its only tensor has all of some memory that NCCL can register
-  int32_t priority = 0;         // higher goes first among requests agreed together
+  bool exact_in_nodes = false;  // codec and peers count only between nodes
   // Per tensor: element type, number of dimensions, dimensions. For add_process_set: the ranks.
   std::vector<int64_t> layout;
 
@@ -124,9 +124,6 @@ class Handle {
     may_fail_ = may_fail;
   }
   bool may_fail() const { return may_fail_; }
-  // Whether nobody would wait for the results, neither the host nor a stream that follows. Of what
-  // is done.
-  bool reached() const { return !device_ || device_->reached(end_); }
   Device* device() const { return device_; }  // null: the results are in the host's memory
 
   std::vector<Output> outputs;  // allgather, alltoall: one per tensor

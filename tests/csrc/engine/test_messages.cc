@@ -173,6 +173,40 @@ TEST(Messages, DescriptionsSurvive) {
   }
 }
 
+TEST(Messages, EveryFieldOfADescriptionCounts) {
+  const Description usual;
+  Description other;
+  const auto counts = [&](auto& field, const auto& value) {
+    const auto before = field;
+    field = value;
+    EXPECT_FALSE(other == usual);
+    EXPECT_TRUE(Description::decode(other.encode()) == other);
+    const Difference d = first_difference(usual, other);
+    EXPECT_NE(d.here, d.there) << d.what;
+    field = before;
+    EXPECT_TRUE(other == usual);
+    return d.what;
+  };
+  // A new one does not compile until it is here, and then has to be counted below.
+  auto& [kind, on_device, captured, registered, op, root, prescale, postscale, priority, codec,
+         peers, background, exact_in_nodes, layout] = other;
+  const std::vector<std::string> words = {counts(kind, OpKind::kJoin),
+                                          counts(on_device, true),
+                                          counts(captured, true),
+                                          counts(registered, true),
+                                          counts(op, ReduceOp::kMax),
+                                          counts(root, 7),
+                                          counts(prescale, 0.5),
+                                          counts(postscale, 0.25),
+                                          counts(priority, -1),
+                                          counts(codec, std::string("sign1")),
+                                          counts(peers, std::string("ring")),
+                                          counts(background, true),
+                                          counts(exact_in_nodes, true),
+                                          counts(layout, std::vector<int64_t>{0, 0})};
+  EXPECT_EQ(std::set<std::string>(words.begin(), words.end()).size(), words.size());
+}
+
 // No 32-bit number on the way from a shape to a size.
 TEST(Messages, SizesAbove32Bits) {
   Description d;
