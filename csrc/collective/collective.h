@@ -168,7 +168,7 @@ struct Choice {
 // The row named `wanted` where it can do the job, else the first of its kind that fits.
 const Collective& choose_collective(OpKind kind, const Job& job, std::string_view wanted);
 
-// One file each.
+// One file each, but for the last four, which only move bytes: shared_moves.cc has them.
 void gather_reduce(Job& job);
 void scatter_reduce(const Jobs& jobs);
 void ring(Job& job);
