@@ -5,6 +5,7 @@
 #include "collective/peers.h"
 #include "common/clock.h"
 #include "common/memory.h"
+#include "common/ranks_text.h"
 #include "engine/engine.h"
 
 namespace bagua {
@@ -16,12 +17,6 @@ constexpr double kAskEveryS = 0.25;
 constexpr double kVerdictS = 1;  // after a transport's error: time for rank 0 to say who died
 
 std::string seconds(double s) { return std::to_string(static_cast<int>(s + 0.5)) + " s"; }
-
-std::string join_numbers(const std::vector<int>& numbers) {
-  std::string text;
-  for (size_t i = 0; i < numbers.size(); ++i) text += (i ? ", " : "") + std::to_string(numbers[i]);
-  return text;
-}
 
 }  // namespace
 
@@ -62,7 +57,7 @@ std::string Engine::refuse_in(const Request& request, const std::vector<int>& ra
   const Description& d = request.description;
   const int n = static_cast<int>(ranks.size());
   if (d.kind == OpKind::kBroadcast && std::find(ranks.begin(), ranks.end(), d.root) == ranks.end())
-    return "root " + std::to_string(d.root) + " is not one of the ranks " + join_numbers(ranks);
+    return "root " + std::to_string(d.root) + " is not in the process set of " + ranks_text(ranks);
   if (d.kind == OpKind::kAddProcessSet) {
     for (size_t i = 0; i < d.layout.size(); ++i) {
       if (d.layout[i] < 0 || d.layout[i] >= size_)
@@ -120,8 +115,8 @@ void Engine::lose(int rank, const std::string& how) {
 void Engine::look_for_stalls(double now) {
   if (config_.stall_fail_s > 0) {
     for (const auto& stall : ledger_->stalls(now, config_.stall_fail_s))
-      ledger_->reject(stall, stall.label + ": rank " + join_numbers(stall.missing) +
-                                 " not ready after " + seconds(config_.stall_fail_s) +
+      ledger_->reject(stall, stall.label + ": " + ranks_text(stall.missing) + " not ready after " +
+                                 seconds(config_.stall_fail_s) +
                                  "; did it skip this call, or take another branch? "
                                  "(stall_fail_s)");
     decide();
@@ -139,8 +134,8 @@ void Engine::look_for_stalls(double now) {
       text += "\n  and " + std::to_string(stalls.size() - i) + " more";
       break;
     }
-    text += "\n  " + stalls[i].label + ": waiting " + seconds(now - stalls[i].since_s) +
-            " for rank " + join_numbers(stalls[i].missing);
+    text += "\n  " + stalls[i].label + ": waiting " + seconds(now - stalls[i].since_s) + " for " +
+            ranks_text(stalls[i].missing);
   }
   log_.write(LogLevel::kWarning, text);
 }

@@ -1,6 +1,7 @@
 // What reports amount to: agreed, rejected, or not yet either.
 #include <algorithm>
 
+#include "common/ranks_text.h"
 #include "engine/ledger.h"
 
 namespace bagua {
@@ -9,12 +10,6 @@ namespace {
 // So many requests of a process set are remembered; more work too, but always travel whole.
 constexpr size_t kMaxNames = 1 << 16;
 constexpr size_t kMaxUnnamed = 1 << 12;
-
-std::string list_text(const std::vector<int>& ranks) {
-  std::string text;
-  for (size_t i = 0; i < ranks.size(); ++i) text += (i ? ", " : "") + std::to_string(ranks[i]);
-  return (ranks.size() == 1 ? "rank " : "ranks ") + text;
-}
 
 }  // namespace
 
@@ -39,7 +34,7 @@ void Ledger::settle_bits(int32_t set, int32_t id) {
   if (waiting && gone.empty() && withdrawn.empty()) return;
   const std::string problem =
       gone.empty() ? objection(set, entry.description)
-                   : list_text(gone) + (gone.size() == 1 ? " has" : " have") + " shut down";
+                   : ranks_text(gone) + (gone.size() == 1 ? " has" : " have") + " shut down";
   if (!withdrawn.empty()) {
     turn_down(set, {entry.name, 0}, ErrorKind::kPeer, withdrawn, s.with_bit(id));
   } else if (problem.empty()) {
@@ -81,7 +76,7 @@ void Ledger::settle_pending(int32_t set, std::map<Key, Pending>::iterator it) {
     resolve(set, key, settled);
   } else {
     turn_down(set, key, ErrorKind::kPeer,
-              "cannot be completed without " + list_text(gone) +
+              "cannot be completed without " + ranks_text(gone) +
                   ", already shut down; did it return early or skip a step?",
               s.arrived(settled), settled.label(key));
   }
@@ -122,8 +117,8 @@ std::string Ledger::mismatch(const Set& s, const Pending& pending) const {
   const Difference d =
       first_difference(Description::decode(pending.descriptions[static_cast<size_t>(first)]),
                        Description::decode(pending.descriptions[static_cast<size_t>(1 - first)]));
-  return "ranks disagree on " + d.what + ": " + d.here + " on " + list_text(holders[first]) + ", " +
-         d.there + " on " + list_text(holders[1 - first]) +
+  return "ranks disagree on " + d.what + ": " + d.here + " on " + ranks_text(holders[first]) +
+         ", " + d.there + " on " + ranks_text(holders[1 - first]) +
          "; every rank must make the same call in the same order";
 }
 

@@ -344,7 +344,7 @@ TEST(Engine, RefusalOnOneRankFailsTheOthers) {
       std::vector<float> data{1};
       const std::string text = error_of<UsageError>(
           [&] { call(world[rank], rank == 1 ? bad_root(name, data) : allreduce_of(name, data)); });
-      EXPECT_CONTAINS(text, "root 7 is not one of the ranks 0, 1, 2");
+      EXPECT_CONTAINS(text, "root 7 is not in the process set of ranks 0, 1, 2");
       if (rank != 1) {
         EXPECT_CONTAINS(text, "rank 1");
       }
