@@ -114,8 +114,12 @@ class BetweenSteps:
         with torch.no_grad():
             self._drain()
             params = [param.data for piece in self._pieces for param in piece.params]
-            name = self.standing.name("settle")
-            ops.grouped_allreduce_(params, name=name, op=Average, process_set=self._process_set)
+            where = params[0].device if params else None
+            share = torch.ones(1, device=where)  # less where ranks have joined, whose are zeros
+            name, group = self.standing.name("settle"), self._process_set
+            ops.grouped_allreduce_([*params, share], name=name, op=Average, process_set=group)
+            if share < 1:
+                torch._foreach_div_(params, float(share))
             self._all_equal()
 
     def hand_over(self) -> None:
