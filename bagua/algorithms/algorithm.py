@@ -117,6 +117,11 @@ class Algorithm:
         momentum, hierarchical = self.momentum_correction, self.hierarchical
         return Algorithm(op=self.op, hierarchical=hierarchical, momentum_correction=momentum)
 
+    @property
+    def changes(self) -> bool:
+        """Whether `at` may say so in any step."""
+        return bool(self.warmup_steps) or type(self).at is not Algorithm.at
+
     def of(self, name: str, shape: tuple[int, ...]) -> Algorithm:
         """The algorithm of this parameter: itself, unless parameters differ."""
         return self

@@ -160,7 +160,7 @@ class DistributedOptimizer(Wrapped):
     def synchronize(self) -> None:
         """Makes sure that gradients are exchanged; after `backward()` they usually are."""
         self._catch_up()
-        if self._algorithm.warmup_steps:
+        if self._algorithm.changes:
             capture.refuse("%r counts its steps on the host", self._algorithm)
         self._driver.synchronize()
 
@@ -411,7 +411,7 @@ class DistributedOptimizer(Wrapped):
         kept_now = self._loaded
         if kept_now is None and not self._standing.withdrawn:
             kept_now = self._driver.state()
-        if kept_now is None and not self._algorithm.warmup_steps:
+        if kept_now is None and not self._algorithm.changes:
             return {}
         return {kept.KEY: {"step": self._step, "since": self._since, "kept": kept_now}}
 

@@ -696,7 +696,7 @@ class WeightsFirst(Algorithm):
 
 
 @pytest.mark.parametrize("inner", list(INNER))
-@pytest.mark.parametrize("resume_at", [-1, 2])
+@pytest.mark.parametrize("resume_at", [-1, 2, 4])
 def test_a_warm_up_by_weights(everyone, hvd, inner, resume_at):
     """Where it ends ranks go on with equal moments, also in a run that has resumed."""
     replica = Replica(everyone.me, inner)
