@@ -355,6 +355,17 @@ def nccl_shares_gpu() -> bool:
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "") not in ("", "0")
 
 
+def tell_gloo(interface: str) -> None:
+    """Which network torch's gloo takes, and that it connects when it is first used.
+
+    Unless somebody has told it. It reads this whenever a group is made; by itself it takes the
+    interface of the host's name, which is that of the machine alone on many.
+    """
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
 def report_verdict() -> None:
     """Tells bagua-run that this rank ends because of another one."""
     number = os.environ.get("BAGUA_RUN_VERDICT_FD")

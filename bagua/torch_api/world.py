@@ -6,18 +6,31 @@ from typing import Any
 
 from bagua.common.world import World, init, shutdown, world
 from bagua.common.world import is_initialized as is_initialized
+from bagua.torch_api import torch_distributed
+
+_beside: World | None = None  # the world that torch.distributed has been started beside
 
 
 def init_process_group(store: Any = None, **settings: Any) -> None:
-    """Starts the engine, on every rank; does nothing if it runs already.
+    """Starts the engine and torch.distributed, on every rank; does nothing if they run already.
 
     Ranks meet through MPI, so no `store` is needed. `settings` are those of `bagua.init`.
     """
+    global _beside
     init(**settings)
+    if _beside is not world():
+        _beside = world()
+        torch_distributed.start()
 
 
 def destroy_process_group() -> None:
-    """Stops the engine, on every rank; open requests fail. `init_process_group` may follow."""
+    """Stops what `init_process_group` has started, on every rank; it may follow again.
+
+    Open requests fail.
+    """
+    global _beside
+    _beside = None
+    torch_distributed.end()
     shutdown()
 
 
@@ -47,5 +60,5 @@ def get_local_size() -> int:
 
 def _running() -> World:
     if not is_initialized():
-        init_process_group()
+        init()
     return world()
