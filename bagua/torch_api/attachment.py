@@ -24,7 +24,7 @@ _UNSCALES = "_step_supports_amp_scaling"  # torch's
 
 
 class Attachment:
-    """What makes `optimizer` exchange; goes with its last reference."""
+    """What makes `optimizer` exchange, once it is attached; goes with its last reference."""
 
     def __init__(
         self,
@@ -40,6 +40,10 @@ class Attachment:
         )
         self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._saves = True
+
+    def attach(self) -> None:
+        """Takes the place of one that the optimizer had, which has to be gone."""
+        optimizer = self.distributed.inner
         self._hooks = [
             optimizer.register_step_pre_hook(_weakly(self._before_step)),
             optimizer.register_step_post_hook(_weakly(self._after_step)),

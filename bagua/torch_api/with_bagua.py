@@ -38,7 +38,8 @@ def with_bagua(
 
     Parameters, buffers and the optimizers' state become those of the group's first rank. Returns
     the model; go on with it and with the optimizers as before. Call it again to switch the
-    algorithm. On a rank outside of the group it does nothing.
+    algorithm; where that fails, the model trains on as before. On a rank outside of the group it
+    does nothing.
 
     Args:
         optimizers: those that step the model's parameters. Without any, gradients are exchanged
@@ -54,21 +55,27 @@ def with_bagua(
     mark_own(self)
     known = [_known(optimizer, process_set) for optimizer in optimizers]
     training = Training()
-    setattr(self, NAME, training)  # attachments of before that are not among these end here
+    fresh: list[Attachment] = []
+    if process_set is not None:
+        names = _names(self, optimizers)
+        for old in known:
+            if old is not None:
+                old.switch(wanted)
+        _broadcast_weights(self, names, process_set)
+        _broadcast_state(optimizers, known, process_set)
+        if not optimizers:
+            optimizers, known = [_any_optimizer(self, wanted)], [None]
+        pairs = [(name, param) for param, name in names.items()]
+        for optimizer, attachment in zip(optimizers, known):
+            if attachment is None:
+                attachment = Attachment(optimizer, pairs, wanted, process_set)
+                fresh.append(attachment)
+            training.attachments.append(attachment)
+    # Now that nothing can fail. Attachments of before that are not among these end here.
+    setattr(self, NAME, training)
+    for attachment in fresh:
+        attachment.attach()
     self.bagua_algorithm = algorithm  # type: ignore[assignment]
-    if process_set is None:
-        return self
-    names = _names(self, optimizers)
-    for old in known:
-        if old is not None:
-            old.switch(wanted)
-    _broadcast_weights(self, names, process_set)
-    _broadcast_state(optimizers, known, process_set)
-    if not optimizers:
-        optimizers, known = [_any_optimizer(self, wanted)], [None]
-    pairs = [(name, param) for param, name in names.items()]
-    for optimizer, attachment in zip(optimizers, known):
-        training.attachments.append(attachment or Attachment(optimizer, pairs, wanted, process_set))
     return self
 
 
@@ -88,6 +95,8 @@ def _check(optimizers: Optimizers) -> None:
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"with_bagua takes optimizers, not {type(optimizer).__name__}")
+    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
+        raise UsageError("with_bagua was given an optimizer twice; name each once")
 
 
 def _known(optimizer: torch.optim.Optimizer, process_set: ProcessSet | None) -> Attachment | None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bagua.common.objects import allgather_object
-from bagua.common.world import world
+from bagua.common.world import remove_process_set, world
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
@@ -486,6 +486,8 @@ def test_what_cannot_be(everyone, bagua, allreduce):
         model.with_bagua(optimizer, allreduce)
     with pytest.raises(ValueError, match="takes optimizers, not Linear"):
         model.with_bagua([model[0]], allreduce)
+    with pytest.raises(ValueError, match="optimizer twice"):
+        model.with_bagua([optimizer, optimizer], allreduce)
     with pytest.raises(ValueError, match="did you mean 'bytegrad'"):
         model.with_bagua([optimizer], "bitegrad")
     with pytest.raises(ValueError, match="or a name, not type"):
@@ -504,3 +506,49 @@ def test_algorithms_that_differ(everyone, bagua):
     names = ["gradient_allreduce", "bytegrad"]
     with pytest.raises(ValueError, match="algorithms differ between ranks"):
         model.with_bagua([optimizer], names[everyone.me])
+
+
+@pytest.mark.parametrize("before", ["another algorithm", "another optimizer", "another group"])
+def test_after_a_call_that_fails_training_goes_on_as_before(everyone, bagua, allreduce, before):
+    model, oracle = mlp(seed=everyone.me), mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.with_bagua([optimizer], allreduce)
+    train(everyone, model, [optimizer], steps=1)
+    wrong = bagua.algorithms.q_adam.QAdamAlgorithm(
+        bagua.algorithms.q_adam.QAdamOptimizer(mlp().parameters())
+    )
+    given, group = [optimizer], None
+    if before == "another optimizer":
+        given = [torch.optim.SGD(model.parameters(), lr=0.3), torch.optim.Adam(model.parameters())]
+    elif before == "another group":
+        group = bagua.new_group([0])
+    try:
+        if group is None or everyone.me == 0:
+            with pytest.raises(ValueError, match="QAdam"):
+                model.with_bagua(given, wrong, group)
+        train(everyone, model, [optimizer], steps=2)
+        assert len(optimizer._optimizer_step_pre_hooks) == 1
+        assert model.bagua_algorithm is allreduce
+    finally:
+        if group is not None and everyone.size > 1:
+            remove_process_set(group.process_set)
+    sgd = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    train_oracle(everyone, oracle, [sgd], steps=1)
+    train_oracle(everyone, oracle, [sgd], steps=2)
+    assert_close(model, oracle)
+
+
+def test_another_group_takes_over(everyone, bagua, allreduce):
+    model, oracle = mlp(seed=everyone.me), mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.with_bagua([optimizer], allreduce)
+    group = bagua.new_group([0])
+    model.with_bagua([optimizer], allreduce, group)
+    assert len(optimizer._optimizer_step_pre_hooks) == (everyone.me == 0)
+    assert ("zero_grad" in vars(optimizer)) == (everyone.me == 0)
+    model.with_bagua([optimizer], allreduce)
+    train(everyone, model, [optimizer], steps=2)
+    train_oracle(everyone, oracle, [torch.optim.SGD(oracle.parameters(), lr=0.1)], steps=2)
+    assert_close(model, oracle)
+    if everyone.size > 1:
+        remove_process_set(group.process_set)
