@@ -216,7 +216,7 @@ class Operations(Requests):
         shape = self._arrays.describe(source)[2]
         rows = shape[0] if len(shape) else 0
         if splits is None and rows % nranks:
-            self._refuse(
+            self.refuse(
                 Kind.ALLTOALL,
                 name,
                 process_set,

@@ -57,7 +57,7 @@ class Requests:
             None,
         )
 
-    def _refuse(
+    def refuse(
         self, kind: Kind, name: str | None, process_set: ProcessSet, problem: str
     ) -> NoReturn:
         """Raises, here and on the ranks that make the same call."""
@@ -80,7 +80,7 @@ class Requests:
                 self._arrays.describe(source)
                 pairs.append((source, output(tensor, source) if output else None))
         except UsageError as problem:
-            self._refuse(kind, name, process_set, str(problem))
+            self.refuse(kind, name, process_set, str(problem))
         return pairs
 
     def _writable(self, tensor: Any, source: Any) -> Any:

@@ -212,6 +212,7 @@ grouped_allreduce_async_ = _operations.grouped_allreduce_async_
 sparse_allreduce_async = _operations.sparse_allreduce_async
 allgather = _operations.allgather
 allgather_async = _operations.allgather_async
+allgather_with_rows = _operations.allgather_with_rows
 grouped_allgather = _operations.grouped_allgather
 grouped_allgather_async = _operations.grouped_allgather_async
 broadcast = _operations.broadcast
@@ -225,5 +226,6 @@ reducescatter = _operations.reducescatter
 reducescatter_async = _operations.reducescatter_async
 grouped_reducescatter = _operations.grouped_reducescatter
 grouped_reducescatter_async = _operations.grouped_reducescatter_async
+refuse = _operations.refuse
 
 __all__ = ["TorchOperations", "join", "poll", "synchronize"]

@@ -17,10 +17,10 @@ def sparse_allreduce_async(
     """Gathers everyone's entries; equal indices are summed when the result is coalesced."""
     op = Average if op is None else ReduceOp(op)
     if op not in (Average, Sum):
-        ops._refuse(Kind.ALLGATHER, name, process_set, f"op must be Average or Sum, not {op.name}")
+        ops.refuse(Kind.ALLGATHER, name, process_set, f"op must be Average or Sum, not {op.name}")
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
         what = getattr(tensor, "layout", type(tensor).__name__)
-        ops._refuse(Kind.ALLGATHER, name, process_set, f"a sparse COO tensor is needed, not {what}")
+        ops.refuse(Kind.ALLGATHER, name, process_set, f"a sparse COO tensor is needed, not {what}")
     tensor = tensor.detach()
     # The engine compares the shapes of rows, and those of the values have the dense dimensions. Of
     # each of the others no rows go along, and nobody has to look at what has come.

@@ -12,18 +12,17 @@ bytes of the tensor per rank.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from bagua.common.errors import UsageError
-from bagua.common.process_set import ProcessSet
+from bagua.common.kinds import Kind
 from bagua.common.world import barrier as _barrier
 from bagua.torch import functions, ops
 from bagua.torch_api.messages import recv, send
-from bagua.torch_api.parts import flat, needed, part, put, put_at, share
+from bagua.torch_api.parts import flat, part, places, put, put_at, share
 from bagua.torch_api.process_group import (
     BaguaProcessGroup,
     Communicator,
@@ -33,6 +32,16 @@ from bagua.torch_api.process_group import (
     world_rank,
 )
 from bagua.torch_api.reduce_op import AnyOp, ReduceOp, bitwise, engines
+from bagua.torch_api.requests import (
+    from_all,
+    gathered,
+    kind_of,
+    reduced,
+    reduced_part,
+    scattered,
+    target_of,
+    told_to_all,
+)
 from bagua.torch_api.world import (
     destroy_process_group,
     get_local_rank,
@@ -100,13 +109,17 @@ def broadcast_coalesced(
 ) -> None:
     """`broadcast` of several tensors as one request."""
     if ranks := own_process_set(comm):
-        ops.grouped_broadcast_(list(tensors), world_rank(ranks, src), process_set=ranks)
+        with told_to_all(Kind.BROADCAST, ranks):
+            root = world_rank(ranks, src)
+        ops.grouped_broadcast_(list(tensors), root, process_set=ranks)
 
 
 def broadcast_object(obj: Any = None, src: int = 0, comm: Communicator = None) -> Any:
     """The object of rank `src` on every rank; it is pickled."""
     if ranks := own_process_set(comm):
-        return functions.broadcast_object(obj, world_rank(ranks, src), process_set=ranks)
+        with told_to_all(Kind.BROADCAST, ranks):
+            root = world_rank(ranks, src)
+        return functions.broadcast_object(obj, root, process_set=ranks)
     return None
 
 
@@ -121,13 +134,13 @@ def scatter(
     On other ranks it may be None.
     """
     if ranks := own_process_set(comm):
-        put(recv_tensor, _scattered(send_tensor, recv_tensor, recv_tensor.numel(), src, ranks))
+        put(recv_tensor, scattered(send_tensor, recv_tensor, recv_tensor.numel(), src, ranks))
 
 
 def scatter_inplace(tensor: torch.Tensor, count: int, src: int, comm: Communicator = None) -> None:
     """`scatter` of parts of `count` elements: `src` has them all and keeps them, others get one."""
     if ranks := own_process_set(comm):
-        mine = _scattered(tensor, tensor, count, src, ranks)
+        mine = scattered(tensor, tensor, count, src, ranks)
         if ranks.rank() != src:
             put_at(tensor, 0, mine)
 
@@ -144,10 +157,11 @@ def reduce(
 ) -> None:
     """`allreduce` whose result only rank `dst` keeps; on other ranks `recv_tensor` may be None."""
     if ranks := own_process_set(comm):
-        world_rank(ranks, dst)
-        result = _reduced(send_tensor, op, ranks)
-        if ranks.rank() == dst:
-            put(needed(recv_tensor, "recv_tensor", dst), result)
+        with told_to_all(kind_of(op), ranks):
+            target = target_of(recv_tensor, dst, ranks)
+        result = reduced(send_tensor, op, ranks)
+        if target is not None:
+            put(target, result)
 
 
 def reduce_inplace(
@@ -168,18 +182,22 @@ def gather(
     They have equal numbers of elements.
     """
     if ranks := own_process_set(comm):
-        gathered = _gathered(flat(send_tensor), dst, ranks)
-        if ranks.rank() == dst:
-            put(needed(recv_tensor, "recv_tensor", dst), gathered)
+        with told_to_all(Kind.ALLTOALL, ranks):
+            target = target_of(recv_tensor, dst, ranks)
+        everyone = gathered(flat(send_tensor), dst, ranks)
+        if target is not None:
+            put(target, everyone)
 
 
 def gather_inplace(tensor: torch.Tensor, count: int, dst: int, comm: Communicator = None) -> None:
     """`gather` of `count` elements: on `dst`, part i is rank i's, its own is there already."""
     if ranks := own_process_set(comm):
-        begin = count * dst if ranks.rank() == dst else 0
-        gathered = _gathered(part(tensor, begin, count), dst, ranks)
-        if ranks.rank() == dst:
-            put(tensor, gathered)
+        with told_to_all(Kind.ALLTOALL, ranks):
+            target = target_of(tensor, dst, ranks)
+            mine = part(tensor, 0 if target is None else count * dst, count)
+        everyone = gathered(mine, dst, ranks)
+        if target is not None:
+            put(target, everyone)
 
 
 # ---- all to all --------------------------------------------------------------------------------
@@ -193,7 +211,7 @@ def allreduce(
 ) -> None:
     """The reduction of everyone's `send_tensor`, the same bits on every rank."""
     if ranks := own_process_set(comm):
-        put(recv_tensor, _reduced(send_tensor, op, ranks))
+        put(recv_tensor, reduced(send_tensor, op, ranks))
 
 
 def allreduce_inplace(
@@ -210,9 +228,11 @@ def allreduce_coalesced_inplace(
     if ranks := own_process_set(comm):
         if bitwise(op):
             for tensor in tensors:
-                put(tensor, _reduced(tensor, op, ranks))
+                put(tensor, reduced(tensor, op, ranks))
         else:
-            ops.grouped_allreduce_(list(tensors), op=engines(op), process_set=ranks)
+            with told_to_all(Kind.ALLREDUCE, ranks):
+                reduction = engines(op)
+            ops.grouped_allreduce_(list(tensors), op=reduction, process_set=ranks)
 
 
 def allgather(
@@ -220,15 +240,15 @@ def allgather(
 ) -> None:
     """Everyone's tensors, one after the other; they have equal numbers of elements."""
     if ranks := own_process_set(comm):
-        put(recv_tensor, ops.allgather(flat(send_tensor), process_set=ranks))
+        put(recv_tensor, from_all(flat(send_tensor), ranks))
 
 
 def allgather_inplace(tensor: torch.Tensor, comm: Communicator = None) -> None:
     """`allgather` into a tensor whose part i is rank i's."""
     if ranks := own_process_set(comm):
-        count = share(tensor, ranks)
-        mine = part(tensor, count * ranks.rank(), count)
-        put(tensor, ops.allgather(mine, process_set=ranks))
+        with told_to_all(Kind.ALLGATHER, ranks):
+            count = share(tensor, ranks)
+        put(tensor, from_all(part(tensor, count * ranks.rank(), count), ranks))
 
 
 def reduce_scatter(
@@ -239,7 +259,7 @@ def reduce_scatter(
 ) -> None:
     """Part i of the reduction on rank i; the parts are equal."""
     if ranks := own_process_set(comm):
-        put(recv_tensor, _reduced_part(send_tensor, op, ranks))
+        put(recv_tensor, reduced_part(send_tensor, op, ranks))
 
 
 def reduce_scatter_inplace(
@@ -247,7 +267,7 @@ def reduce_scatter_inplace(
 ) -> None:
     """`reduce_scatter`, with this rank's part at the beginning of `tensor`, the rest as before."""
     if ranks := own_process_set(comm):
-        put_at(tensor, 0, _reduced_part(tensor, op, ranks))
+        put_at(tensor, 0, reduced_part(tensor, op, ranks))
 
 
 def alltoall(
@@ -255,7 +275,8 @@ def alltoall(
 ) -> None:
     """Part i of `send_tensor` goes to rank i, part i of `recv_tensor` came from it."""
     if ranks := own_process_set(comm):
-        share(send_tensor, ranks)
+        with told_to_all(Kind.ALLTOALL, ranks):
+            share(send_tensor, ranks)
         put(recv_tensor, ops.alltoall(flat(send_tensor), process_set=ranks))
 
 
@@ -275,17 +296,17 @@ def alltoall_v(
 ) -> None:
     """`alltoall` of unequal parts: so many elements from this place on, for or from each rank."""
     if ranks := own_process_set(comm):
-        parts = [
-            part(send_tensor, int(begin), int(count))
-            for begin, count in zip(send_displs, send_counts)
-        ]
-        splits = torch.tensor([len(block) for block in parts])
-        out, received = ops.alltoall(torch.cat(parts), splits, process_set=ranks)
-        wanted = [int(count) for count in recv_counts]
+        with told_to_all(Kind.ALLTOALL, ranks):
+            send = places(send_tensor, send_counts, send_displs, ranks, "send")
+            receive = places(recv_tensor, recv_counts, recv_displs, ranks, "recv")
+        blocks = [part(send_tensor, begin, count) for begin, count in send]
+        splits = torch.tensor([count for _, count in send])
+        out, received = ops.alltoall(torch.cat(blocks), splits, process_set=ranks)
+        wanted = [count for _, count in receive]
         if received.tolist() != wanted:
             raise UsageError(f"alltoall_v: recv_counts are {wanted}, came {received.tolist()}")
-        for begin, block in zip(recv_displs, out.split(wanted)):
-            put_at(recv_tensor, int(begin), block)
+        for (begin, _), block in zip(receive, out.split(wanted)):
+            put_at(recv_tensor, begin, block)
 
 
 def alltoall_v_inplace(
@@ -293,65 +314,3 @@ def alltoall_v_inplace(
 ) -> None:
     """`alltoall_v` in place: what goes to a rank is replaced by as many elements that come."""
     alltoall_v(tensor, counts, displs, tensor, counts, displs, comm)
-
-
-# ---- parts -------------------------------------------------------------------------------------
-
-
-def _scattered(
-    source: torch.Tensor | None, like: torch.Tensor, count: int, src: int, ranks: ProcessSet
-) -> torch.Tensor:
-    """This rank's part of the source on `src`."""
-    world_rank(ranks, src)
-    if ranks.rank() == src:
-        source = needed(source, "send_tensor", src)
-        splits = [count] * ranks.size()
-        whole = part(source, 0, sum(splits), exactly=True)
-    else:
-        splits = [0] * ranks.size()
-        whole = like.new_empty(0)
-    mine: torch.Tensor = ops.alltoall(whole, splits, process_set=ranks)[0]
-    return mine
-
-
-def _gathered(mine: torch.Tensor, dst: int, ranks: ProcessSet) -> torch.Tensor:
-    """Everyone's tensors on `dst`, nothing elsewhere."""
-    world_rank(ranks, dst)
-    splits = [len(mine) if rank == dst else 0 for rank in range(ranks.size())]
-    everyone: torch.Tensor = ops.alltoall(mine, splits, process_set=ranks)[0]
-    return everyone
-
-
-def _reduced(tensor: torch.Tensor, op: AnyOp, ranks: ProcessSet) -> torch.Tensor:
-    if bits := bitwise(op):
-        _check_bits(tensor, bits)
-        everyone = ops.allgather(tensor.detach().unsqueeze(0), process_set=ranks)
-        return _folded(everyone, bits)
-    result: torch.Tensor = ops.allreduce(tensor.detach(), op=engines(op), process_set=ranks)
-    return result
-
-
-def _reduced_part(tensor: torch.Tensor, op: AnyOp, ranks: ProcessSet) -> torch.Tensor:
-    count = share(tensor, ranks)
-    if bits := bitwise(op):
-        _check_bits(tensor, bits)
-        everyone = ops.alltoall(flat(tensor), process_set=ranks)
-        return _folded(everyone.view(ranks.size(), count), bits)
-    mine: torch.Tensor = ops.reducescatter(flat(tensor), op=engines(op), process_set=ranks)
-    return mine
-
-
-_FOLDS: dict[ReduceOp, Callable[..., torch.Tensor]] = {
-    ReduceOp.BOR: torch.bitwise_or,
-    ReduceOp.BAND: torch.bitwise_and,
-    ReduceOp.BXOR: torch.bitwise_xor,
-}
-
-
-def _folded(rows: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    return functools.reduce(_FOLDS[op], rows.unbind(0))
-
-
-def _check_bits(tensor: torch.Tensor, op: ReduceOp) -> None:
-    if tensor.is_floating_point() or tensor.is_complex():
-        raise UsageError(f"{op.name} is for integers and bools, not {tensor.dtype}")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from bagua.common.errors import UsageError
@@ -14,11 +18,34 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def part(tensor: torch.Tensor, begin: int, count: int, exactly: bool = False) -> torch.Tensor:
     """So many elements from one on; `exactly`: they are all there are."""
-    if begin + count > tensor.numel() or (exactly and count != tensor.numel()):
-        raise UsageError(
-            f"elements {begin} to {begin + count} of a tensor of {tensor.numel()} are asked for"
-        )
+    _check_part(tensor.numel(), begin, count)
+    if exactly and count != tensor.numel():
+        raise UsageError(f"{count} elements are asked for, the tensor has {tensor.numel()}")
     return flat(tensor)[begin : begin + count]
+
+
+def places(
+    tensor: torch.Tensor, counts: Sequence[Any], displs: Sequence[Any], ranks: ProcessSet, what: str
+) -> list[tuple[int, int]]:
+    """For each rank where its part of the tensor begins, and how many elements it has."""
+    nranks = ranks.size()
+    if len(counts) != nranks or len(displs) != nranks:
+        raise UsageError(
+            f"{what}_counts and {what}_displs have one number for each of {nranks} ranks, not "
+            f"{len(counts)} and {len(displs)}"
+        )
+    try:
+        pairs = [(operator.index(begin), operator.index(n)) for begin, n in zip(displs, counts)]
+    except TypeError as problem:
+        raise UsageError(f"{what}_counts and {what}_displs are whole numbers: {problem}") from None
+    for begin, count in pairs:
+        _check_part(tensor.numel(), begin, count)
+    return pairs
+
+
+def _check_part(have: int, begin: int, count: int) -> None:
+    if begin < 0 or count < 0 or begin + count > have:
+        raise UsageError(f"{count} elements from {begin} on are no part of a tensor of {have}")
 
 
 def share(tensor: torch.Tensor, ranks: ProcessSet) -> int:

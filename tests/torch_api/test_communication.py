@@ -7,6 +7,8 @@ import functools
 import pytest
 import torch
 
+from bagua.common.errors import UsageError
+
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -248,6 +250,72 @@ def test_what_cannot_be(everyone, bagua):
     if n > 1:
         with pytest.raises(ValueError, match="equal parts"):
             bagua.alltoall_inplace(torch.ones(n + 1))
-    with pytest.raises(ValueError, match="are asked for"):
+    with pytest.raises(ValueError, match="no part of a tensor"):
         bagua.alltoall_v(torch.ones(n), [2] * n, range(n), torch.ones(n), [2] * n, range(n))
+    bagua.barrier()
+
+
+def wrong_calls(bagua, n, last):
+    """Each with what a rank gets wrong: `ok` is False on one rank."""
+    ones, bits = torch.ones(n), torch.ones(n, dtype=torch.int64)
+    each, starts = [1] * n, list(range(n))
+
+    def v(sent=each, send_at=starts, received=each, receive_at=starts):
+        bagua.alltoall_v(ones, sent, send_at, torch.ones(n), received, receive_at)
+
+    return {
+        "broadcast": lambda ok: bagua.broadcast(torch.ones(1), 0 if ok else n),
+        "broadcast_object": lambda ok: bagua.broadcast_object(1, 0 if ok else -1),
+        "scatter": lambda ok: bagua.scatter(ones if ok else torch.ones(n + 1), torch.ones(1), last),
+        "scatter None": lambda ok: bagua.scatter(ones if ok else None, torch.ones(1), last),
+        "scatter_inplace": lambda ok: bagua.scatter_inplace(ones, 1 if ok else -1, last),
+        "reduce": lambda ok: bagua.reduce(ones, torch.ones(n) if ok else None, last),
+        "reduce op": lambda ok: bagua.reduce(ones, torch.ones(n), last, 0 if ok else 5),
+        "reduce bits": lambda ok: bagua.reduce_inplace(bits if ok else ones, last, 7),
+        "gather": lambda ok: bagua.gather(torch.ones(1), torch.ones(n) if ok else None, last),
+        "gather_inplace": lambda ok: bagua.gather_inplace(ones, 1 if ok else n + 1, last),
+        "allreduce op": lambda ok: bagua.allreduce_inplace(torch.ones(1), 0 if ok else None),
+        "reduce_scatter": lambda ok: bagua.reduce_scatter(
+            ones if ok else torch.ones(n + 1), torch.ones(1)
+        ),
+        "reduce_scatter bits": lambda ok: bagua.reduce_scatter_inplace(bits if ok else ones, 8),
+        "allgather_inplace": lambda ok: bagua.allgather_inplace(torch.ones(n + (not ok))),
+        "alltoall": lambda ok: bagua.alltoall(torch.ones(n + (not ok)), torch.ones(n)),
+        "send counts": lambda ok: v(sent=each if ok else [*each[1:], 1.5]),
+        "send count": lambda ok: v(sent=each if ok else [*each[1:], -1]),
+        "too few": lambda ok: v(sent=each if ok else each[1:]),
+        "send place": lambda ok: v(send_at=starts if ok else [-1, *starts[1:]]),
+        "receive place": lambda ok: v(receive_at=starts if ok else [*starts[1:], -1]),
+        "receive too far": lambda ok: v(receive_at=starts if ok else [*starts[1:], n]),
+    }
+
+
+@pytest.mark.ranks(2, 3)
+def test_what_is_wrong_on_one_rank_is_an_error_on_all(everyone, bagua):
+    """Or the next call would get the data of this one."""
+    last = everyone.size - 1
+    for what, call in wrong_calls(bagua, everyone.size, last).items():
+        print(what)
+        with pytest.raises(UsageError):
+            call(everyone.me != last)
+        number = torch.tensor([float(everyone.me)])
+        bagua.broadcast(number, src=0)
+        assert number.item() == 0
+        bagua.allreduce_inplace(number.fill_(1))
+        assert number.item() == everyone.size
+
+
+@pytest.mark.ranks(2, 4)
+def test_unequal_numbers_of_elements(everyone, bagua):
+    """They may fill the result, in the wrong places."""
+    n, odd = everyone.size, everyone.me % 2
+    mine, result = torch.ones(3 if odd else 1), torch.zeros(2 * n)
+    with pytest.raises(ValueError, match="not 1 as rank 0 and 3 as rank 1"):
+        bagua.allgather(mine, result)
+    if everyone.me == 1:
+        with pytest.raises(ValueError, match="not 1 as rank 0 and 3 as rank 1"):
+            bagua.gather(mine, result, dst=1)
+    else:
+        bagua.gather(mine, None, dst=1)
+    assert not result.any()
     bagua.barrier()
