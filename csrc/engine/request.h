@@ -124,6 +124,9 @@ class Handle {
     may_fail_ = may_fail;
   }
   bool may_fail() const { return may_fail_; }
+  // Whether nobody would wait for the results, neither the host nor a stream that follows. Of what
+  // is done.
+  bool reached() const { return !device_ || device_->reached(end_); }
   Device* device() const { return device_; }  // null: the results are in the host's memory
 
   std::vector<Output> outputs;  // allgather, alltoall: one per tensor
