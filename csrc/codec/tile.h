@@ -112,8 +112,9 @@ struct Tile {
                                 Wire* wire, float* out) {
     float sum[kEach] = {};
     Wire codes[kEach];
-    BAGUA_UNROLL_4  // of several the codes are loaded before the first is used
-        for (int i = 0; i < wires; ++i) {
+    // Of several the codes are loaded before the first is used.
+    BAGUA_UNROLL_4
+    for (int i = 0; i < wires; ++i) {
       place.load(from(i), codes);
       BAGUA_UNROLL
       for (int k = 0; k < kEach; ++k) sum[k] += S::term(codes[k]);
