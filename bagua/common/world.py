@@ -358,6 +358,18 @@ def _install_exit_hooks() -> None:
     os.register_at_fork(after_in_child=_abandon)
 
 
+def _what_ends_this() -> BaseException | None:
+    """The exception that nobody caught.
+
+    Our hook does not hear of it where somebody has put another in its place, or where Ctrl-C comes
+    right then. What Python printed last is one, unless somebody called who printed it.
+    """
+    last = getattr(sys, "last_value", None)
+    trace = None if last is None else last.__traceback__
+    at_the_top = trace is not None and trace.tb_frame.f_back is None
+    return _uncaught or (last if at_the_top else None)
+
+
 def _abandon() -> None:
     """A forked child has no part in the world: it has neither the sockets nor the thread."""
     global _world
@@ -374,19 +386,20 @@ def _leave() -> None:
     MPI_Finalize waits for every rank. After a failure, or when this rank ends by an exception and
     the others do not know yet, that could be for ever, so it is skipped.
     """
+    uncaught = _what_ends_this()
     failed = _failure_at_stop or (_world and _world.engine.failure())
-    if isinstance(_uncaught, PeerError) or (failed and _uncaught is None):
+    if isinstance(uncaught, PeerError) or (failed and uncaught is None):
         report_verdict()
-    if _uncaught is not None and _world is not None:
+    if uncaught is not None and _world is not None:
         _world.engine.stop()  # others learn that we leave; but wait for nobody
         _world.engine.wait_stopped(0.5)
     else:
         shutdown()
-    if _failure_at_stop is None and _uncaught is None:
+    if _failure_at_stop is None and uncaught is None:
         return mpi.end()
-    if failed and _uncaught is None:
+    if failed and uncaught is None:
         print(f"bagua: this job failed: {failed}", file=sys.stderr)
-    if mpi.ends_with_us() and (_uncaught is not None or not failed):
+    if mpi.ends_with_us() and (uncaught is not None or not failed):
         return None  # with the exit code that the program asked for
     sys.stdout.flush()
     sys.stderr.flush()

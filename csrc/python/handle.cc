@@ -63,6 +63,18 @@ void follow(const Handle& handle) {
   if (handle.device()) handle.make_follow(current_stream(*handle.device()));
 }
 
+void rethrow(const Handle& handle, Engine& engine) {
+  try {
+    handle.rethrow();
+    if (const FailurePtr failure = handle.may_fail() ? engine.failure() : nullptr)
+      throw_failure(*failure);
+  } catch (const Error&) {
+    // Who interrupts a job interrupts all ranks: that another one left is not what ends this one.
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    throw;
+  }
+}
+
 PyObject* wait(PyObject* self, PyObject*) {
   return guarded([&] {
     PyHandle& h = as_handle(self);
@@ -78,9 +90,7 @@ PyObject* wait(PyObject* self, PyObject*) {
     const auto engine = std::exchange(h.engine, nullptr);
     release_buried();
     tell_written();
-    h.handle->rethrow();
-    if (const FailurePtr failure = h.handle->may_fail() ? engine->failure() : nullptr)
-      throw_failure(*failure);
+    rethrow(*h.handle, *engine);
     follow(*h.handle);
     h.handle->let_go();
     if (!h.finish) return std::exchange(h.result, nullptr);

@@ -351,6 +351,47 @@ except KeyboardInterrupt:
     assert "interrupted" in result.stdout[0], result
 
 
+def test_ctrl_c_while_another_rank_leaves_because_of_it(run):
+    """Whoever interrupts a job interrupts all its ranks, and they hear of each other first."""
+    result = run(
+        2,
+        """
+go = os.path.dirname(os.path.abspath(__file__)) + "/go"
+def interrupt():
+    time.sleep(0.6)
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # wakes nobody who waits
+    open(go, "w").close()
+if me == 1:
+    while not os.path.exists(go):
+        time.sleep(0.001)
+    sys.exit(0)
+threading.Thread(target=interrupt).start()
+try:
+    bagua.allreduce(one())
+except KeyboardInterrupt:
+    say("interrupted")
+""",
+    )
+    assert "interrupted" in result.stdout[0], result
+
+
+@pytest.mark.parametrize("hook", ["replaced", "interrupted"])
+def test_exception_that_our_hook_does_not_hear_of(run, hook):
+    """Its rank must not wait in MPI_Finalize for one that does not know."""
+    result = run(
+        2,
+        f"""
+def ctrl_c(*_):
+    raise KeyboardInterrupt
+if me == 1:
+    sys.excepthook = ctrl_c if {hook == "interrupted"} else lambda *_: say("hooked")
+    raise RuntimeError("bad batch")
+time.sleep(1000)
+""",
+    )
+    assert result.exit_code != 0
+
+
 @pytest.mark.parametrize("partner", ["submits too", "does not"])
 def test_shutdown_with_requests_in_flight(run, partner):
     both = partner == "submits too"
