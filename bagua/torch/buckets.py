@@ -23,11 +23,17 @@ class _Claims:
 
     def __init__(self) -> None:
         self._counts: Any = WeakTensorKeyDictionary()
-        self.contested = 0  # parameters of several
+        self._of_several: Any = WeakTensorKeyDictionary()
+
+    @property
+    def contested(self) -> bool:
+        """Whether any parameter that is alive is one of several."""
+        return len(self._of_several) > 0
 
     def add(self, param: torch.Tensor) -> None:
         count = self._counts[param] = self._counts.get(param, 0) + 1
-        self.contested += count == 2
+        if count == 2:
+            self._of_several[param] = True
 
     def is_contested(self, param: torch.Tensor) -> bool:
         return self._counts.get(param, 0) > 1
@@ -36,7 +42,8 @@ class _Claims:
         count = self._counts.get(param)
         if count:  # it may be half collected
             self._counts[param] = count - 1
-            self.contested -= count == 2
+            if count == 2:
+                del self._of_several[param]
 
 
 claims = _Claims()

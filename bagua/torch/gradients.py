@@ -412,7 +412,16 @@ class Gradients:
 
     def refresh(self) -> None:
         """Notices parameters that were added, frozen or thawed since the last look."""
-        self._unshared = self.layout.refresh() or self._unshared
+        has_all = self._exchanged and not self._unshared
+        if not self.layout.refresh():
+            return
+        self._unshared = True
+        if has_all and not all(bucket.averages for bucket in self.layout.buckets):
+            raise UsageError(
+                "parameters were thawed or added between zero_grad() and step(), when ranks had "
+                "exchanged the other gradients already, which are no plain averages: do so before "
+                "zero_grad()"
+            )
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
         return self.layout.named()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import mmap
 from functools import partial
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from bagua.common.world import world
 from bagua.torch.arrays import is_on_device
+from bagua.torch.buckets import _Claims
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 # What users do with gradients that they have got, and what torch does when a model is converted.
@@ -245,3 +247,17 @@ def test_large_gradients_travel_where_they_are_if_nobody_else_has_them(everyone,
         torch.testing.assert_close(param.grad, torch.full_like(param, (everyone.size + 1) / 2))
         assert optimizer._driver.layout.slots[param].is_in_arena(param.grad) == copied
     assert all(bool((grad == everyone.me + 1).all()) for grad in had)
+
+
+@pytest.mark.ranks(1)
+def test_a_parameter_of_several_optimizers_that_has_died_is_nobodys(hvd):
+    """Else no gradient would be exchanged in place from then on."""
+    claims = _Claims()
+    param = nn.Parameter(torch.ones(1))
+    for _ in range(2):
+        claims.add(param)
+    assert claims.contested
+    assert claims.is_contested(param)
+    del param
+    gc.collect()
+    assert not claims.contested

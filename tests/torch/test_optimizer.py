@@ -435,6 +435,22 @@ def test_thawed_after_zero_grad(everyone, hvd):
     assert_close(model, oracle)
 
 
+def test_thawed_after_zero_grad_where_sums_would_be_summed_again(everyone, hvd):
+    always, thawed = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(5), requires_grad=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([always, thawed], lr=1.0), op=hvd.Sum)
+    optimizer.zero_grad()
+    thawed.requires_grad_(True)
+    (always.sum() + (thawed.sum() if everyone.me == 0 else 0)).backward()
+    with pytest.raises(hvd.UsageError, match=r"thawed or added between zero_grad\(\) and step\(\)"):
+        optimizer.step()
+    for step in range(2):
+        optimizer.zero_grad()
+        (always.sum() + thawed.sum()).backward()
+        optimizer.step()
+        assert (always == -everyone.size * (step + 1)).all()
+        assert (thawed == -everyone.size * (step + 1)).all()
+
+
 def test_thawed_after_zero_grad_and_used_by_one_rank(everyone, hvd):
     """All exchange it, or the others would be a step ahead from then on."""
     always, thawed = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(5), requires_grad=False)
