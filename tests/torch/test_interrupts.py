@@ -50,7 +50,9 @@ class InterruptAt:
             self._inside += 1
             return self._trace_guard
         ours = self._inside > 0 and frame.f_code.co_filename.startswith(SOURCES)
-        return self._trace_lines if ours and "standing.py" not in frame.f_code.co_filename else None
+        if not ours or "standing.py" in frame.f_code.co_filename or _is_final(frame):
+            return None
+        return self._trace_lines
 
     def _trace_guard(self, frame, event, _):
         self._inside -= event == "return"
@@ -63,6 +65,13 @@ class InterruptAt:
                 self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
                 raise KeyboardInterrupt
         return self._trace_lines
+
+
+def _is_final(frame) -> bool:
+    """Whether it is in a `__del__`, out of which Python lets no interrupt come."""
+    while frame and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
 
 
 class Gradients:
