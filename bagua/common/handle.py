@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from bagua.common.errors import UsageError
+
 
 class Handle(Protocol):
     """What the asynchronous operations return; give it to `synchronize` exactly once."""
@@ -23,7 +25,7 @@ class Handle(Protocol):
 
 def poll(handle: Handle) -> bool:
     """Whether the operation is done; never blocks."""
-    return bool(handle.poll())
+    return bool(_checked(handle).poll())
 
 
 def synchronize(handle: Handle) -> Any:
@@ -31,4 +33,10 @@ def synchronize(handle: Handle) -> Any:
 
     An error of the operation is raised here; its name may then be used again.
     """
-    return handle.wait()
+    return _checked(handle).wait()
+
+
+def _checked(handle: Any) -> Any:
+    if not hasattr(handle, "wait"):
+        raise UsageError(f"what an _async operation returned is needed, not {handle!r}")
+    return handle

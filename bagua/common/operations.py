@@ -7,12 +7,14 @@ others start it and wait.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
+from bagua.common.errors import UsageError
 from bagua.common.handle import Handle
 from bagua.common.kinds import Kind, ReduceOp, Urgency
-from bagua.common.process_set import ProcessSet, global_process_set
+from bagua.common.process_set import ProcessSet, checked, global_process_set
 from bagua.common.requests import Requests
 
 
@@ -211,18 +213,14 @@ class Operations(Requests):
         urgency: Urgency = Urgency.SOON,
     ) -> Handle:
         """Starts sending `splits[i]` rows to rank i of the set."""
-        nranks = process_set.size()
+        nranks = checked(process_set).size()
         ((source, _),) = self._pairs(Kind.ALLTOALL, [tensor], name, process_set, None)
         shape = self._arrays.describe(source)[2]
         rows = shape[0] if len(shape) else 0
-        if splits is None and rows % nranks:
-            self.refuse(
-                Kind.ALLTOALL,
-                name,
-                process_set,
-                f"{rows} rows cannot be split evenly over {nranks} ranks; give splits",
-            )
-        numbers = [rows // nranks] * nranks if splits is None else [int(n) for n in splits]
+        try:
+            numbers = _numbers(splits, rows, nranks)
+        except UsageError as problem:
+            self.refuse(Kind.ALLTOALL, name, process_set, str(problem))
         handle = self._submit(
             Kind.ALLTOALL, [(source, None)], name, process_set, urgency, splits=numbers
         )
@@ -278,6 +276,18 @@ class Operations(Requests):
         """`reducescatter` of several arrays, exchanged as one request."""
         handle = self.grouped_reducescatter_async(tensors, *args, urgency=Urgency.WAITED, **kwargs)
         return list(handle.wait())
+
+
+def _numbers(splits: Any, rows: int, nranks: int) -> list[int]:
+    """How many rows go to each rank."""
+    if splits is None and rows % nranks:
+        raise UsageError(f"{rows} rows cannot be split evenly over {nranks} ranks; give splits")
+    if splits is None:
+        return [rows // nranks] * nranks
+    try:
+        return [operator.index(n) for n in splits]
+    except TypeError:
+        raise UsageError(f"splits={splits!r} has to be one whole number for each rank") from None
 
 
 def _only(handle: Handle) -> Handle:

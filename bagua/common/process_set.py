@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
+from typing import Any
 
 from bagua.common.errors import UsageError
 
@@ -15,7 +17,10 @@ class ProcessSet:
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self.ranks: list[int] = sorted(int(rank) for rank in ranks)
+        try:
+            self.ranks: list[int] = sorted(operator.index(rank) for rank in ranks)
+        except TypeError:
+            raise UsageError(f"a process set is made of ranks, not of {ranks!r}") from None
         self.process_set_id: int | None = None
         self._my_rank: int = -1
         for low, high in zip(self.ranks, self.ranks[1:]):
@@ -52,6 +57,16 @@ class ProcessSet:
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+def checked(process_set: Any) -> ProcessSet:
+    """It, if it is a process set."""
+    if not isinstance(process_set, ProcessSet):
+        raise UsageError(
+            f"process_set={process_set!r} is none; give a ProcessSet that was added, or leave it "
+            "out for all ranks"
+        )
+    return process_set
 
 
 class _GlobalProcessSet(ProcessSet):

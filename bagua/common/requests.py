@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -10,7 +11,7 @@ from bagua.common.core import core
 from bagua.common.errors import UsageError
 from bagua.common.handle import Handle
 from bagua.common.kinds import Kind, ReduceOp, Urgency
-from bagua.common.process_set import ProcessSet
+from bagua.common.process_set import ProcessSet, checked
 from bagua.common.warn import warn
 from bagua.common.world import world
 
@@ -50,7 +51,7 @@ class Requests:
             op,
             root,
             *scales,
-            process_set._id(),
+            checked(process_set)._id(),
             splits,
             urgency,
             pairs,
@@ -61,7 +62,8 @@ class Requests:
         self, kind: Kind, name: str | None, process_set: ProcessSet, problem: str
     ) -> NoReturn:
         """Raises, here and on the ranks that make the same call."""
-        core.refuse(world().engine, kind, name or "", process_set._id(), problem)
+        number = checked(process_set)._id()
+        core.refuse(world().engine, kind, name or "", number, problem)
         raise AssertionError("the engine raises what it is told to refuse")
 
     def _pairs(
@@ -128,7 +130,7 @@ class Requests:
             -1,
             prescale,
             postscale,
-            process_set._id(),
+            checked(process_set)._id(),
             (),
             urgency,
             tensors,
@@ -151,7 +153,7 @@ class Requests:
     ) -> Handle:
         pairs = self._pairs(Kind.BROADCAST, tensors, name, process_set, self._beside)
         handle = self._submit(
-            Kind.BROADCAST, pairs, name, process_set, urgency, root=int(root_rank)
+            Kind.BROADCAST, pairs, name, process_set, urgency, root=rank_of(root_rank)
         )
         return self._gives_new(handle, tensors, pairs)
 
@@ -163,7 +165,7 @@ class Requests:
         process_set: ProcessSet,
         urgency: Urgency,
     ) -> Handle:
-        root = int(root_rank)
+        root = rank_of(root_rank)
         return self._write_back(Kind.BROADCAST, tensors, name, process_set, urgency, root=root)
 
     def _gather(
@@ -190,7 +192,8 @@ class Requests:
         process_set: ProcessSet,
         urgency: Urgency,
     ) -> Handle:
-        nranks, me, tensors = process_set.size(), process_set.rank(), list(tensors)
+        process_set, tensors = checked(process_set), list(tensors)
+        nranks, me = process_set.size(), process_set.rank()
 
         def share(_: Any, source: Any) -> Any:
             shape = list(self._arrays.describe(source)[2])
@@ -251,6 +254,13 @@ class Requests:
         for extent in row_shape:
             nbytes *= int(extent)
         return nbytes
+
+
+def rank_of(root_rank: Any) -> int:
+    try:
+        return operator.index(root_rank)
+    except TypeError:
+        raise UsageError(f"root_rank={root_rank!r} is no rank") from None
 
 
 def reduce_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceOp:

@@ -40,7 +40,7 @@ from bagua.common.meeting import (
 from bagua.common.messages import Messages
 from bagua.common.mpi import MPI
 from bagua.common.nccl import library_path
-from bagua.common.process_set import ProcessSet, global_process_set
+from bagua.common.process_set import ProcessSet, checked, global_process_set
 
 _MOST_HELPERS = 3  # a few cores use up the bandwidth of the memory
 
@@ -307,6 +307,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Undoes `add_process_set`, on every rank; False if it was not in use."""
     here = world()
+    checked(process_set)
     if process_set.process_set_id is None:
         return False
     if process_set.process_set_id == 0:
@@ -324,7 +325,7 @@ def process_set_by_ids() -> dict[int, ProcessSet]:
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Returns when every rank of the set has called it."""
     here = world()
-    here.request(Kind.BARRIER, set=process_set._id())
+    here.request(Kind.BARRIER, set=checked(process_set)._id())
 
 
 def join(process_set: ProcessSet = global_process_set) -> int:
@@ -333,7 +334,7 @@ def join(process_set: ProcessSet = global_process_set) -> int:
     Returns the last rank that did: the one that trained on the most batches.
     """
     here = world()
-    return int(here.request(Kind.JOIN, set=process_set._id()).value)
+    return int(here.request(Kind.JOIN, set=checked(process_set)._id()).value)
 
 
 def _warn_of_torchrun() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from bagua.algorithms import Algorithm
+from bagua.common import numpy_ops
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.machine import machine
@@ -135,6 +140,19 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
+def check_predivide(factor: Any, op: ReduceOp | None) -> None:
+    if not isinstance(factor, Real) or not 0 < float(factor) < math.inf:
+        raise UsageError(f"gradient_predivide_factor is a number above 0, not {factor!r}")
+    if factor != 1.0 and op not in (None, ReduceOp.Average):
+        raise UsageError("gradient_predivide_factor needs op=Average")
+
+
+def checked_passes(passes: Any) -> int:
+    if not isinstance(passes, Integral) or passes < 1:
+        raise UsageError(f"backward_passes_per_step must be at least 1, not {passes!r}")
+    return int(passes)
+
+
 def check_own(
     named: Iterable[tuple[str, torch.Tensor]],
     algorithm: Algorithm,
@@ -178,7 +196,7 @@ def check_parameters(
     first = broadcast_object(mine, root, f"{name}.first", process_set)
     problem = None
     if repr(first) != repr(mine):
-        problem = _difference(first, mine, f"rank {root}", f"rank {world().rank}")
+        problem = difference(first, mine, f"rank {root}", f"rank {world().rank}")
     gpus = {_gpu(param.device) for _, param in named if param.is_cuda}
     everyone = allgather_object((problem, gpus, asks), name, process_set)
     for text, *_ in everyone:
@@ -208,7 +226,21 @@ def _check_gpus(everyone: Iterable[tuple[int, set[str]]]) -> None:
                 )
 
 
-def _difference(theirs: Sequence[Any], mine: Sequence[Any], their_rank: str, my_rank: str) -> str:
+def check_same_names(names: Sequence[str], process_set: ProcessSet) -> None:
+    """Costs an exchange of 8 bytes, and of all names only where they differ."""
+    mine = np.frombuffer(hashlib.blake2b(repr(names).encode(), digest_size=8).digest(), np.uint8)
+    digests = numpy_ops.allgather(mine[None], process_set=process_set)
+    if (digests == digests[0]).all():
+        return
+    everyone = allgather_object([(name,) for name in names], process_set=process_set)
+    root = process_set.ranks[0]
+    for rank, theirs in zip(process_set.ranks, everyone):
+        if theirs != everyone[0]:
+            text = difference(everyone[0], theirs, f"rank {root}", f"rank {rank}")
+            raise UsageError(f"broadcast_parameters: names differ between ranks: {text}")
+
+
+def difference(theirs: Sequence[Any], mine: Sequence[Any], their_rank: str, my_rank: str) -> str:
     names = {their_rank: [name for name, *_ in theirs], my_rank: [name for name, *_ in mine]}
     alone = []
     for rank, other in ((their_rank, my_rank), (my_rank, their_rank)):

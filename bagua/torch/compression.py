@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+
+from bagua.algorithms.exchange import CODECS
+from bagua.common.errors import UsageError
 
 
 class Compressor:
@@ -77,9 +81,31 @@ class BF16Compressor(_CastCompressor):
     wire_dtype = torch.bfloat16
 
 
-class Compression:
+class _Choices(type):
+    def __getattr__(cls, name: str) -> Any:
+        """Only for what is missing."""
+        if name in CODECS:
+            raise AttributeError(
+                "Compression has casts only; codecs belong to algorithms: "
+                f"DistributedOptimizer(..., algorithm=bagua.algorithms.ByteGrad(codec={name!r}))"
+            )
+        raise AttributeError(f"there is no Compression.{name}; there are none, fp16 and bf16")
+
+
+class Compression(metaclass=_Choices):
     """The compressors to choose from."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+
+
+def checked(compression: Any, needs: Sequence[str] = ("compress", "decompress")) -> Any:
+    """It, if it is a compressor."""
+    if all(hasattr(compression, name) for name in needs):
+        return compression
+    known = isinstance(compression, str) and compression in ("none", "fp16", "bf16")
+    remedy = f"Compression.{compression}" if known else "Compression.none, fp16 or bf16"
+    raise UsageError(
+        f"compression={compression!r} is no compressor; give {remedy}, or a subclass of Compressor"
+    )

@@ -19,7 +19,7 @@ from bagua.common.process_set import ProcessSet, global_process_set
 from bagua.common.requests import reduce_op
 from bagua.torch import autograd, sparse
 from bagua.torch.arrays import TorchArrays
-from bagua.torch.compression import Compression
+from bagua.torch.compression import Compression, checked
 
 Tensors = Sequence[torch.Tensor]
 
@@ -187,6 +187,7 @@ def _tracked(*tensors: Any) -> bool:
 
 def _compressed(compression: Any, tensors: Tensors) -> tuple[list[Any], list[Any]]:
     """What to exchange, and what decompress needs to know of each."""
+    compression = checked(compression)
     pairs = [compression.compress(tensor) for tensor in tensors]
     return [wire for wire, _ in pairs], [ctx for _, ctx in pairs]
 

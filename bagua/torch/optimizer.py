@@ -14,16 +14,25 @@ from bagua.algorithms import Algorithm, PerParameter, QAdam, find
 from bagua.common.config import Config
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
-from bagua.common.process_set import ProcessSet, global_process_set
+from bagua.common.process_set import ProcessSet, checked, global_process_set
+from bagua.common.requests import reduce_op
 from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch import capture, kept, safety
 from bagua.torch.background import Background
 from bagua.torch.between_steps import BetweenSteps
 from bagua.torch.bucket_plan import fold_of
-from bagua.torch.checks import check_algorithm, check_own, checked_names
+from bagua.torch.checks import (
+    check_algorithm,
+    check_own,
+    check_predivide,
+    checked_names,
+    checked_passes,
+)
 from bagua.torch.compression import Compression
+from bagua.torch.compression import checked as compressor
 from bagua.torch.gradients import Gradients
+from bagua.torch.grouping import checked_groups
 from bagua.torch.mixing import Mixing
 from bagua.torch.outer import Outer
 from bagua.torch.scaling import Scaling
@@ -78,17 +87,16 @@ class DistributedOptimizer(Wrapped):
             raise UsageError("this optimizer is distributed already")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"DistributedOptimizer wraps an optimizer, not {type(optimizer)}")
-        if gradient_predivide_factor != 1.0 and op not in (None, ReduceOp.Average):
-            raise UsageError("gradient_predivide_factor needs op=Average")
-        if isinstance(groups, int):  # what num_groups was called later
-            num_groups, groups = groups, None
+        op = None if op is None else reduce_op(op)
+        check_predivide(gradient_predivide_factor, op)
+        num_groups, groups = checked_groups(num_groups, groups)
         super().__init__(optimizer)
         self._skip_synchronize = False
         self._named = None if named_parameters is None else list(named_parameters)
-        self._process_set = process_set
+        self._process_set = checked(process_set)
         self._of_gradients = {
-            "compression": compression,
-            "op": None if op is None else ReduceOp(op),
+            "compression": compressor(compression, ("compress", "custom", "wire_dtype")),
+            "op": op,
             "scales": (1.0 / gradient_predivide_factor, gradient_predivide_factor),
             "num_groups": num_groups,
             "groups": groups,
@@ -100,7 +108,7 @@ class DistributedOptimizer(Wrapped):
         self._resting = False  # nothing is begun in the background
         self._scaling = Scaling()
         self._loaded: dict[str, Any] | None = None  # of an algorithm that comes with the next step
-        self._passes = backward_passes_per_step
+        self._passes = checked_passes(backward_passes_per_step)
         self._standing = Standing(process_set)
         self._algorithm = self._checked(algorithm or world().config.algorithm)
         if algorithm is not None:
@@ -183,9 +191,7 @@ class DistributedOptimizer(Wrapped):
             self._driver.paused = before
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        if int(passes) < 1:
-            raise UsageError(f"backward_passes_per_step must be at least 1, not {passes}")
-        self._driver.passes_per_step = self._passes = int(passes)
+        self._driver.passes_per_step = self._passes = checked_passes(passes)
 
     def synchronized(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """What evaluates the model and exchanges its gradients, each time it is called."""

@@ -78,11 +78,15 @@ class DistributedDataParallel(torch.nn.Module):
     ) -> None:
         super().__init__()
         _check_rest(of_torch)
+        if not isinstance(module, torch.nn.Module):
+            raise UsageError(f"DistributedDataParallel wraps a module, not {module!r:.100}")
+        if isinstance(module, DistributedDataParallel):
+            raise UsageError("this module is distributed already; give the one inside, .module")
         if device_ids is not None and len(device_ids) > 1:
             raise UsageError(f"a rank has one device, not {len(device_ids)}: {device_ids}")
         if not any(param.requires_grad for param in module.parameters()):
             raise UsageError("no parameter of the module requires a gradient")
-        self.module = with_bagua(module, list(optimizers), algorithm or _default(), process_group)
+        self.module = with_bagua(module, optimizers, algorithm or _default(), process_group)
         self.broadcast_buffers = broadcast_buffers is not False
         self.require_backward_grad_sync = True
 

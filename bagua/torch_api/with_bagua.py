@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -51,6 +51,7 @@ def with_bagua(
     process_set = own_process_set(_group(process_group))
     wanted = made(algorithm)
     _check(optimizers)
+    optimizers = list(optimizers)
     check_lists(self)
     mark_own(self)
     known = [_known(optimizer, process_set) for optimizer in optimizers]
@@ -90,7 +91,7 @@ def _group(process_group: Any) -> Any:
 
 
 def _check(optimizers: Optimizers) -> None:
-    if isinstance(optimizers, torch.optim.Optimizer):
+    if isinstance(optimizers, torch.optim.Optimizer) or not isinstance(optimizers, Iterable):
         raise UsageError("with_bagua takes a list of optimizers: with_bagua([optimizer], ...)")
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):

@@ -71,6 +71,8 @@ double as_double(PyObject* object) {
 }
 
 std::string as_string(PyObject* object) {
+  if (!PyUnicode_Check(object))
+    throw UsageError(std::string("a name is a str, not ") + Py_TYPE(object)->tp_name);
   Py_ssize_t length = 0;
   const char* text = PyUnicode_AsUTF8AndSize(object, &length);
   if (!text) throw py::error_already_set();

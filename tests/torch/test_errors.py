@@ -44,6 +44,55 @@ def test_mismatch(everyone, hvd, case):
         still_works(hvd, name)
 
 
+WRONG = {
+    "name": ({"name": 5}, "a name is a str, not int"),
+    "process set": ({"process_set": 0}, "process_set=0 is none"),
+    "no process set": ({"process_set": None}, "process_set=None is none"),
+}
+CALLS = {
+    "allreduce": lambda hvd, **keywords: hvd.allreduce(torch.ones(3), **keywords),
+    "allreduce_": lambda hvd, **keywords: hvd.allreduce_(torch.ones(3), **keywords),
+    "allgather": lambda hvd, **keywords: hvd.allgather(torch.ones(3), **keywords),
+    "broadcast": lambda hvd, **keywords: hvd.broadcast(torch.ones(3), 0, **keywords),
+    "alltoall": lambda hvd, **keywords: hvd.alltoall(torch.ones(6), **keywords),
+    "reducescatter": lambda hvd, **keywords: hvd.reducescatter(torch.ones(3), **keywords),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_arguments_of_another_kind(hvd, what):
+    keywords, words = WRONG[what]
+    for call in CALLS.values():
+        with pytest.raises(hvd.UsageError, match=words):
+            call(hvd, **keywords)
+    if "set" in what:
+        for call in (hvd.barrier, hvd.join, hvd.remove_process_set):
+            with pytest.raises(hvd.UsageError, match="process_set="):
+                call(process_set=keywords["process_set"])
+    still_works(hvd, f"{what} of another kind")
+
+
+def test_values_of_another_kind(hvd):
+    with pytest.raises(hvd.UsageError, match=r"compression='fp16' .* Compression\.fp16"):
+        hvd.allreduce(torch.ones(3), compression="fp16")
+    with pytest.raises(hvd.UsageError, match="op='sum' is no reduction"):
+        hvd.allreduce(torch.ones(3), op="sum")
+    with pytest.raises(hvd.UsageError, match="root_rank='first' is no rank"):
+        hvd.broadcast(torch.ones(3), "first")
+    with pytest.raises(hvd.UsageError, match=r"one whole number for each rank"):
+        hvd.alltoall(torch.ones(3), splits=[1.5] * hvd.size())
+    for ranks in ([0.5], "ab", 3):
+        with pytest.raises(hvd.UsageError, match="is made of ranks"):
+            hvd.ProcessSet(ranks)
+    for call in (hvd.poll, hvd.synchronize):
+        with pytest.raises(hvd.UsageError, match="what an _async operation returned"):
+            call(3)
+    with pytest.raises(AttributeError, match=r"algorithm=.*ByteGrad\(codec='minmax_u8'\)"):
+        _ = hvd.Compression.minmax_u8
+    with pytest.raises(AttributeError, match="there are none, fp16 and bf16"):
+        _ = hvd.Compression.fp8
+
+
 def test_different_roots(everyone, hvd):
     with pytest.raises(hvd.HorovodInternalError, match="root"):
         hvd.broadcast(torch.ones(3), odd_one_out(everyone, 0, 1), name="roots")

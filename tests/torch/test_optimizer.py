@@ -977,6 +977,37 @@ def test_bad_names(hvd):
         hvd.DistributedOptimizer(sgd, backward_passes_per_step=0)
 
 
+WRONG = {
+    "num_groups=-1": ({"num_groups": -1}, "num_groups=-1: a number of buckets"),
+    "num_groups=True": ({"num_groups": True}, "num_groups=True"),
+    "num_groups=1.5": ({"num_groups": 1.5}, "num_groups=1.5"),
+    "groups=-2": ({"groups": -2}, "num_groups=-2"),
+    "groups of letters": ({"groups": "abc"}, "list of lists of parameters"),
+    "groups of no parameters": ({"groups": [["weight"]]}, "list of lists of parameters"),
+    "groups without lists": ({"groups": [torch.ones(2, 2)]}, "list of lists of parameters"),
+    "compression": ({"compression": "fp16"}, r"give Compression\.fp16"),
+    "no compression": ({"compression": None}, r"give Compression\.none"),
+    "op": ({"op": "sum"}, r"op='sum' is no reduction; give bagua\.Average"),
+    "predivide": ({"gradient_predivide_factor": 0.0}, "above 0, not 0.0"),
+    "process set": ({"process_set": None}, "process_set=None is none"),
+    "passes": ({"backward_passes_per_step": 1.5}, "at least 1, not 1.5"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_arguments(hvd, what):
+    keywords, words = WRONG[what]
+    sgd = torch.optim.SGD(mlp().parameters(), lr=0.1)
+    with pytest.raises(hvd.UsageError, match=words):
+        hvd.DistributedOptimizer(sgd, **keywords)
+
+
+def test_a_parameter_in_two_groups(hvd):
+    params = list(mlp().parameters())
+    with pytest.raises(hvd.UsageError, match="a parameter twice"):
+        hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.1), groups=[params, params[:1]])
+
+
 def test_skip_synchronize_and_explicit_synchronize(everyone, hvd):
     model, oracle = mlp(), mlp()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -135,6 +135,15 @@ def test_state_dict_is_that_of_torchs(everyone, bagua, ddp):
     assert model.module.weight.item() == 1
 
 
+def test_what_is_no_module(bagua, ddp):
+    with pytest.raises(UsageError, match="wraps a module, not 3"):
+        ddp(3)
+    with pytest.raises(UsageError, match="distributed already"):
+        ddp(ddp(nn.Linear(2, 1)))
+    with pytest.raises(UsageError, match="takes a list of optimizers"):
+        ddp(nn.Linear(2, 1), optimizers=None)
+
+
 def test_a_module_without_gradients(everyone, bagua, ddp):
     with pytest.raises(ValueError, match="no parameter of the module requires a gradient"):
         ddp(line(everyone).requires_grad_(False))
