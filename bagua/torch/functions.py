@@ -11,6 +11,7 @@ from bagua.common.errors import UsageError
 from bagua.common.objects import allgather_object, broadcast_object, broadcast_object_fn
 from bagua.common.process_set import ProcessSet, global_process_set
 from bagua.common.world import rank, world
+from bagua.torch.checks import check_same_names
 from bagua.torch.nested import broadcast_all, broadcast_nested
 from bagua.torch.optimizer import DistributedOptimizer
 from bagua.torch.own import OwnMemory, is_own
@@ -49,25 +50,30 @@ def broadcast_parameters(
 ) -> None:
     """Copies the root's tensors into everyone's, in place.
 
-    `params` is `model.state_dict()` or `model.named_parameters()`. Left alone are what is no tensor
-    and, in both forms, experts and what else each rank has for its own. They are known by their
-    memory: copies of them, as by `clone()`, are broadcast like everything else.
+    `params` is `model.state_dict()` or `model.named_parameters()`: the same names on all ranks, in
+    any order. Left alone are what is no tensor and, in both forms, experts and what else each rank
+    has for its own. They are known by their memory: copies of them, as by `clone()`, are broadcast
+    like everything else.
     """
     if isinstance(params, torch.nn.Module):
         raise UsageError("broadcast_parameters takes model.state_dict(), not the model")
     items = params.items() if isinstance(params, Mapping) else params
+    if not isinstance(items, Iterable):
+        raise UsageError(f"broadcast_parameters takes model.state_dict(), not {params!r}")
     own = OwnMemory()
-    distinct: dict[Any, torch.Tensor] = {}
+    distinct: dict[Any, tuple[str, torch.Tensor]] = {}
     for item in items:
         if not isinstance(item, tuple) or len(item) != 2:
             raise UsageError(
                 "broadcast_parameters needs state_dict() or named_parameters(), "
                 f"not an iterable of {type(item).__name__}"
             )
-        _, tensor = item
+        name, tensor = item
         if isinstance(tensor, torch.Tensor) and not own.has(tensor):
-            distinct.setdefault(_memory_of(tensor), tensor)
-    broadcast_all(list(distinct.values()), root_rank, process_set)
+            distinct.setdefault(_memory_of(tensor), (str(name), tensor))
+    named = sorted(distinct.values(), key=lambda pair: pair[0])  # ranks may differ in their order
+    check_same_names([name for name, _ in named], process_set)
+    broadcast_all([tensor for _, tensor in named], root_rank, process_set)
 
 
 def broadcast_optimizer_state(

@@ -61,7 +61,7 @@ def test_parameters_with_gaps_ties_and_what_is_no_tensor(everyone, hvd):
     }
     before = hvd.counters()["exchanges"]
     hvd.broadcast_parameters(state, 0)
-    assert hvd.counters()["exchanges"] == before + 1
+    assert hvd.counters()["exchanges"] == before + 2  # of names, too
     for key in ("tied", "channels_last", "bfloat16", "count"):
         assert (state[key] == 0).all(), key
     assert state["again"] is shared
@@ -72,7 +72,34 @@ def test_parameters_with_gaps_ties_and_what_is_no_tensor(everyone, hvd):
 def test_parameters_of_the_wrong_form(hvd):
     with pytest.raises(ValueError, match="named_parameters"):
         hvd.broadcast_parameters(nn.Linear(2, 2).parameters(), 0)
+    with pytest.raises(hvd.UsageError, match=r"takes model\.state_dict\(\), not None"):
+        hvd.broadcast_parameters(None, 0)
     hvd.broadcast_parameters({}, 0)
+
+
+@pytest.mark.parametrize("form", ["dict", "list"])
+def test_parameters_are_known_by_name(everyone, hvd, form):
+    def given(names):
+        pairs = [(name, torch.tensor([ord(name), everyone.me])) for name in names]
+        return dict(pairs), dict(pairs) if form == "dict" else pairs
+
+    mine, params = given("abc" if everyone.me == 0 else "cba")
+    hvd.broadcast_parameters(params, 0)
+    assert {name: tensor.tolist() for name, tensor in mine.items()} == {
+        name: [ord(name), 0] for name in "abc"
+    }
+
+
+@pytest.mark.ranks(2, 3)
+def test_parameters_of_other_names(everyone, hvd):
+    last = everyone.size - 1
+    params = {
+        name: torch.full((2,), everyone.me) for name in ("ab" if everyone.me < last else "ax")
+    }
+    words = f"names differ between ranks: rank 0 alone has b; rank {last} alone has x"
+    with pytest.raises(hvd.UsageError, match=words):
+        hvd.broadcast_parameters(params, 0)
+    assert all((tensor == everyone.me).all() for tensor in params.values())
 
 
 OPTIMIZERS = {
