@@ -158,7 +158,7 @@ class Gradients:
         if self._in_backward and self._end() is None:
             self._abandon_backward()  # the one before has raised
         if not self._in_backward:
-            self._begin_backward()
+            self._begin_backward(param)
         if self._silent:
             return
         if self.layout.order is not None:
@@ -199,7 +199,9 @@ class Gradients:
             for bucket in self.layout.buckets:
                 bucket.count_quietly(False)
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, param: torch.Tensor) -> None:
+        if self._exchanged and any(bucket.sums_again() for bucket in self.layout.buckets):
+            self._look_for_zeroing(param)
         if self._exchanged and any(bucket.sums_again() for bucket in self.layout.buckets):
             raise UsageError(
                 "backward ran twice before step(), on top of gradients that ranks have exchanged "
@@ -225,6 +227,16 @@ class Gradients:
             return
         for bucket in self.layout.buckets:
             bucket.count_quietly(self.layout.order is None)
+
+    def _look_for_zeroing(self, fresh: torch.Tensor) -> None:
+        """Notices a zero_grad of somebody else's, as of the model or of an optimizer unknown to us.
+
+        Every parameter has a gradient after an exchange, and only the fresh one when all others'
+        were taken. Zeros tell nothing: a gradient may be zero.
+        """
+        others = [param for param in self.layout.slots if param is not fresh]
+        if others and all(param.grad is None for param in others):
+            self.zeroed()
 
     def bring_home(self) -> None:
         for bucket in self.layout.buckets if self._overlaps else ():

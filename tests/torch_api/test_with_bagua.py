@@ -344,6 +344,33 @@ def test_a_scheduler_and_a_scaler(everyone, bagua, allreduce):
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_step_of_sums_that_a_scaler_skips(everyone, bagua, overlap, known):
+    """Nobody tells of a zero_grad where the optimizers are unknown, or of the model's."""
+    sums = bagua.algorithms.gradient_allreduce.GradientAllReduceAlgorithm(average=False)
+    model, oracle = mlp(), mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.with_bagua([optimizer] if known else [], sums)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step, (inputs, targets) in enumerate(batches(everyone, 3)):
+        loss = loss_of(model, mine(everyone, inputs), mine(everyone, targets))
+        scaler.scale(loss * (torch.inf if step == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1 * everyone.size)
+    for step, (inputs, targets) in enumerate(batches(everyone, 3)):
+        if step != 1:
+            reference.zero_grad()
+            loss_of(oracle, inputs, targets).backward()
+            reference.step()
+    assert_close(model, oracle)
+    loss_of(model, inputs, targets).backward()
+    with pytest.raises(ValueError, match="on top of gradients that ranks have exchanged"):
+        loss_of(model, inputs, targets).backward()
+    model.zero_grad()
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scaler_that_overflows_on_one_rank(everyone, bagua, fused):
     """Where weights travel: it keeps its weights, and the others do not wait for it."""
