@@ -12,6 +12,7 @@ from bagua.torch_api import (
     communication,
     contrib,
     data_parallel,
+    env,
     model_parallel,
 )
 from bagua.torch_api.communication import *  # noqa: F403
@@ -26,6 +27,7 @@ __all__ = [
     "communication",
     "contrib",
     "data_parallel",
+    "env",
     "model_parallel",
     "with_bagua",
 ]

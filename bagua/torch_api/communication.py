@@ -26,6 +26,7 @@ from bagua.torch_api.parts import flat, part, places, put, put_at, share
 from bagua.torch_api.process_group import (
     BaguaProcessGroup,
     Communicator,
+    _get_default_group,  # noqa: F401 - scripts have it from here
     from_torch_group,
     new_group,
     own_process_set,

@@ -42,6 +42,11 @@ class BaguaProcessGroup:
         return self
 
 
+def _get_default_group() -> BaguaProcessGroup:
+    """All ranks, by the name that scripts know."""
+    return BaguaProcessGroup(process_set_of(None))
+
+
 Communicator = Union[BaguaProcessGroup, ProcessSet, None]
 
 

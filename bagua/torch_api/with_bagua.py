@@ -14,7 +14,7 @@ from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch import broadcast_optimizer_state, broadcast_parameters
 from bagua.torch.own import is_own
-from bagua.torch_api.algorithms.algorithm import AnyAlgorithm, made
+from bagua.torch_api.algorithms.algorithm import Algorithm, AnyAlgorithm, made
 from bagua.torch_api.attachment import AnyOptimizer, Attachment, attachment_of
 from bagua.torch_api.own_tensors import check_lists, mark_own
 from bagua.torch_api.process_group import from_torch_group, own_process_set
@@ -42,8 +42,8 @@ def with_bagua(
     does nothing.
 
     Args:
-        optimizers: those that step the model's parameters. Without any, gradients are exchanged
-            all the same, for whichever optimizers there will be.
+        optimizers: those that step the model's parameters. Without any, the one that QAdam was
+            given, or gradients are exchanged all the same, for whichever optimizers there will be.
         algorithm: one of `bagua.torch_api.algorithms` or of `bagua.algorithms`.
         process_group: of `new_group`, `from_torch_group` or torch.distributed; all ranks if None.
         do_flatten: there for Bagua's sake; gradients lie in buckets in any case.
@@ -52,6 +52,8 @@ def with_bagua(
     wanted = made(algorithm)
     _check(optimizers)
     optimizers = list(optimizers)
+    if not optimizers and isinstance(algorithm, Algorithm):
+        optimizers = algorithm.optimizers()
     check_lists(self)
     mark_own(self)
     known = [_known(optimizer, process_set) for optimizer in optimizers]
@@ -156,8 +158,13 @@ def _broadcast_state(
 def _any_optimizer(model: torch.nn.Module, algorithm: algorithms.Algorithm) -> AnyOptimizer:
     if algorithm.what != "grad":
         raise UsageError(
-            f"{algorithm!r} exchanges when an optimizer steps: with_bagua([optimizer], ...)"
+            f"{algorithm!r} exchanges when an optimizer steps, so it has to know which: "
+            "with_bagua([optimizer], ...), or DistributedDataParallel(model, "
+            "optimizers=[optimizer], ...)"
         )
     if world().config.check_finite == "skip":
-        raise UsageError("check_finite='skip' needs the optimizers: with_bagua([optimizer], ...)")
+        raise UsageError(
+            "check_finite='skip' needs the optimizers: with_bagua([optimizer], ...), or "
+            "DistributedDataParallel(model, optimizers=[optimizer], ...)"
+        )
     return AnyOptimizer(param for param in model.parameters() if param.requires_grad)

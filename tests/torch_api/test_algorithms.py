@@ -311,11 +311,20 @@ def test_all_of_them_in_turn(everyone, bagua):
     assert_same_everywhere(model)
 
 
+def test_the_optimizer_of_qadam_is_known(everyone, bagua):
+    model, optimizer, algorithm = built(everyone, bagua, "qadam")
+    ddp = bagua.data_parallel.DistributedDataParallel(model, algorithm=algorithm)
+    (attachment,) = ddp.bagua_training.attachments
+    assert attachment.distributed.inner is optimizer
+    train(everyone, model, optimizer, 3)
+    assert_same_everywhere(model)
+
+
 @pytest.mark.ranks(2)
 def test_what_needs_the_optimizers(everyone, bagua, monkeypatch):
     model, optimizer, _ = built(everyone, bagua, "decentralized")
     for name in ("decentralized", "low_precision_decentralized", "async"):
-        with pytest.raises(ValueError, match="exchanges when an optimizer steps"):
+        with pytest.raises(ValueError, match=r"Parallel\(model, optimizers=\[optimizer\]"):
             model.with_bagua([], name)
     _, _, algorithm = built(everyone, bagua, "qadam")
     with pytest.raises(ValueError, match="which SGD does not offer"):

@@ -50,6 +50,16 @@ def test_every_operation(everyone, bagua, pair, place):
     assert bagua.broadcast_object(place, 1, comm) == (1 if place is not None else None)
 
 
+def test_the_default_group(everyone, bagua):
+    from bagua.torch_api.communication import _get_default_group
+
+    comm = _get_default_group().get_global_communicator()
+    assert (comm.rank(), comm.nranks()) == (bagua.env.get_rank(), bagua.env.get_world_size())
+    total = torch.ones(1)
+    bagua.allreduce_inplace(total, comm=comm)
+    assert total.item() == everyone.size
+
+
 def test_messages_in_a_group(bagua, pair, place):
     if place == 0:
         bagua.send(torch.ones(3), 1, pair)

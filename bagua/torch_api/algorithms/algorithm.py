@@ -8,6 +8,8 @@ import inspect
 from numbers import Real
 from typing import Any, Union
 
+import torch
+
 from bagua import algorithms
 from bagua.algorithms.algorithm import take_plain_numbers
 from bagua.common.config import nearest
@@ -56,6 +58,10 @@ class Algorithm:
 
     def made(self) -> algorithms.Algorithm:
         raise NotImplementedError
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that it was given, for who names none."""
+        return []
 
     @classmethod
     def init(cls, name: str, **arguments: Any) -> Algorithm:

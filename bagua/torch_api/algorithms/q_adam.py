@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from bagua import algorithms
 from bagua.common.errors import UsageError
 from bagua.torch import QAdam as QAdamOptimizer
@@ -25,6 +27,9 @@ class QAdamAlgorithm(Algorithm):
                 f"a QAdamOptimizer is needed, not {type(self.q_adam_optimizer).__name__}"
             )
         super().__post_init__()
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.q_adam_optimizer]
 
     def made(self) -> algorithms.Algorithm:
         return algorithms.QAdam(
