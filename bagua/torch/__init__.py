@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any as _Any
+
 try:
     import torch as _torch  # noqa: F401
 except ModuleNotFoundError as error:
@@ -31,6 +33,7 @@ from bagua.common.world import (
     size,
 )
 from bagua.torch import exceptions
+from bagua.torch.absent import absent as _absent
 from bagua.torch.built import (
     ccl_built,
     cuda_built,
@@ -176,3 +179,8 @@ __all__ = [
     "sparse_allreduce_async",
     "synchronize",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    """Only for what is missing."""
+    raise _absent(__name__, name)

@@ -74,6 +74,20 @@ def test_names(hvd):
 
 
 @pytest.mark.ranks(2)
+def test_absent_names_say_what_to_do_instead(hvd):
+    for name, words in {
+        "elastic": "save checkpoints",
+        "run": "bagua-run -np",
+        "start_timeline": "no timeline yet",
+        "check_extension": "leave it out",
+    }.items():
+        with pytest.raises(AttributeError, match=f"bagua.torch has no {name}: .*{words}"):
+            getattr(hvd, name)
+        assert not hasattr(hvd, name)
+    with pytest.raises(AttributeError, match=r"'bagua\.torch' has no attribute 'alreduce'"):
+        _ = hvd.alreduce
+
+
 def test_what_was_built_is_told_as_it_is(hvd):
     from bagua.common.core import core
 
