@@ -10,7 +10,7 @@ import difflib
 import math
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Union
 
@@ -198,6 +198,14 @@ def variable(name: str) -> str:
     return PREFIX + name.upper()
 
 
+def check_variable(name: str, text: str, source: str) -> None:
+    """Refuses what a rank would refuse in its environment."""
+    _refuse_unknown_variables([name])
+    for known in _BY_NAME:
+        if variable(known) == name:
+            parse(known, text, source)
+
+
 def parse(name: str, text: str, source: str) -> Value:
     """The value of a setting given as text; `source` names where it came from in the error."""
     setting = _BY_NAME[name]
@@ -283,7 +291,7 @@ def _refusal(setting: Field[Any], value: object, source: str, hint: str = "") ->
     return UsageError(f"{source}: {value!r} is not allowed; give {what}{hint}")
 
 
-def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
+def _refuse_unknown_variables(environment: Iterable[str]) -> None:
     known = [variable(name) for name in _BY_NAME]
     for name in sorted(environment):
         if name.startswith(PREFIX) and name not in known and name not in RESERVED_VARIABLES:

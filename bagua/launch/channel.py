@@ -168,8 +168,8 @@ class Listener:
         self.sock.close()
 
 
-def interface_addresses(interfaces: str) -> list[str]:
-    """IPv4 addresses of the named interfaces, or of all but loopback when none is named."""
+def checked_interfaces(interfaces: str) -> list[str]:
+    """The names in a list of network interfaces, each of which is here."""
     wanted = [name.strip() for name in interfaces.split(",") if name.strip()]
     present = [name for _, name in socket.if_nameindex()]
     for name in wanted:
@@ -178,6 +178,13 @@ def interface_addresses(interfaces: str) -> list[str]:
                 f"--network-interfaces: no interface {name!r} here, only {', '.join(present)}"
                 + nearest(name, present)
             )
+    return wanted
+
+
+def interface_addresses(interfaces: str) -> list[str]:
+    """IPv4 addresses of the named interfaces, or of all but loopback when none is named."""
+    wanted = checked_interfaces(interfaces)
+    present = [name for _, name in socket.if_nameindex()]
     addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name in wanted or [name for name in present if name != "lo"]:

@@ -38,6 +38,8 @@ def read_flags(path: str, known: Sequence[str]) -> list[str]:
             text = file.read()
     except OSError as error:
         raise UsageError(f"{source}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{source}: not text in UTF-8, at byte {error.start}") from None
     entries = _load(text, os.path.splitext(path)[1].lower(), source)
     if not isinstance(entries, dict):
         raise UsageError(f"{source}: want 'flag: value' entries, found {type(entries).__name__}")

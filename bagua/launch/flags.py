@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
-from bagua.common.config import Config, allowed, nearest, parse, variable
+from bagua.common.config import Config, allowed, check_variable, nearest, parse, variable
 from bagua.common.errors import UsageError
 from bagua.launch.config_file import read_flags
 from bagua.launch.familiar import NO_EFFECT, NOT_YET, ONLY
@@ -24,6 +24,10 @@ _ALIASES = {
     "stall_warn_s": ("--stall-check-warning-time-seconds",),
     "stall_fail_s": ("--stall-check-shutdown-time-seconds",),
 }
+
+
+# What says what to do with a command line, rather than how to start a job.
+_LINE_ONLY = ("--config-file", "-v", "--version", "-h", "--help")
 
 
 @dataclass
@@ -62,6 +66,12 @@ def parse_command_line(arguments: Sequence[str]) -> Options:
         if flag.startswith("--config-file="):
             path = flag.partition("=")[2]
             more, rest = _split(read_flags(path, list(takes_value)), takes_value)
+            for word in more:
+                if word.partition("=")[0] in _LINE_ONLY:
+                    raise UsageError(
+                        f"--config-file {path}: {word.partition('=')[0]} belongs on the command "
+                        "line; leave it out here"
+                    )
             if rest:
                 raise UsageError(f"--config-file {path}: {rest[0]!r} is a value too many")
             try:
@@ -302,4 +312,5 @@ def flag_environment(options: Options) -> dict[str, str]:
                 f"-x {word}: there is no variable {name!r} here to pass on; write -x NAME=VALUE"
             )
         variables[name] = value if equals else os.environ[name]
+        check_variable(name, variables[name], f"-x {name}")
     return variables

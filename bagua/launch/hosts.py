@@ -40,6 +40,8 @@ def read_hostfile(path: str) -> list[Host]:
             lines = file.read().splitlines()
     except OSError as error:
         raise UsageError(f"--hostfile {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--hostfile {path}: not text in UTF-8, at byte {error.start}") from None
     hosts = []
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].split()

@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass, field
 from typing import BinaryIO, Callable
 
+from bagua.common.errors import UsageError
 from bagua.launch.tracebacks import Filter, Tracebacks
 
 TAIL_LINES = 30
@@ -254,7 +255,12 @@ def say(screen: Screen, text: str) -> None:
 
 def standard_screens() -> dict[str, Screen]:
     """The screens of this process; standard output and error share one where they are one place."""
-    out, err = os.fstat(1), os.fstat(2)
+    try:
+        out, err = os.fstat(1), os.fstat(2)
+    except OSError:
+        raise UsageError(
+            "standard output or standard error is closed; to see none of it: > /dev/null"
+        ) from None
     first = _screen_of(1)
     same = (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino)
     return {STDOUT: first, STDERR: first if same else _screen_of(2)}

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def make_plan(options: Options, mpirun: str, flavour: Flavour) -> Plan:
             )
         words += flavour.fault_tolerant
     words += _variables(options, flavour, remote)
-    words += [word for text in options.mpi_args for word in shlex.split(text)]
+    words += _split("--mpi-args", options.mpi_args)
     return Plan(
         count, remote, [mpirun, *words, *_wrapped(program, options, flavour)], environment, notes
     )
@@ -126,12 +127,23 @@ def _told_hosts(flavour: Flavour, hosts: list[Host]) -> list[str]:
 
 def _binding(options: Options, flavour: Flavour) -> list[str]:
     if options.binding_args:
-        return [word for text in options.binding_args for word in shlex.split(text)]
+        return _split("--binding-args", options.binding_args)
     if options.bind_to == "none":
         return list(flavour.unbound)
     return told(
         flavour.bind, bind=flavour.package if options.bind_to == "socket" else options.bind_to
     )
+
+
+def _split(flag: str, texts: Sequence[str]) -> list[str]:
+    """Words, as a shell would find them."""
+    words = []
+    for text in texts:
+        try:
+            words += shlex.split(text)
+        except ValueError as error:
+            raise UsageError(f"{flag} {text}: {str(error).lower()}") from None
+    return words
 
 
 def _ssh(options: Options, flavour: Flavour, words: list[str]) -> dict[str, str]:

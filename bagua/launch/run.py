@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from bagua.common.config import Config, parse
 from bagua.common.errors import UsageError
+from bagua.launch.channel import checked_interfaces
 from bagua.launch.check_build import report
 from bagua.launch.flags import Options, parse_command_line
 from bagua.launch.flavour import detect, find_mpirun
@@ -53,6 +54,7 @@ def _run(options: Options) -> int:
         return 0
     if options.verbose:
         print(f"bagua-run: {plan}", file=sys.stderr, flush=True)
+    checked_interfaces(config.network_interfaces)
     screens = standard_screens()
     job = Job(
         plan,

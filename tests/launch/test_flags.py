@@ -123,6 +123,12 @@ def test_environment(monkeypatch):
     assert flag_environment(options) == {"BAGUA_BUCKET_MB": "5", "HERE": "1", "NEW": "a=b"}
     with pytest.raises(UsageError, match="no variable 'NOT_HERE'"):
         flag_environment(parse_command_line(["-x", "NOT_HERE", "x"]))
+    for word, said in {
+        "BAGUA_FUSION_BM=3": "did you mean 'BAGUA_FUSION_MB'",
+        "BAGUA_FUSION_MB=much": "-x BAGUA_FUSION_MB: 'much' is not allowed",
+    }.items():
+        with pytest.raises(UsageError, match=said):
+            flag_environment(parse_command_line(["-x", word, "x"]))
 
 
 ENTRIES = {
@@ -175,6 +181,11 @@ def test_config_file_refusals(tmp_path):
     path.write_text("{")
     assert str(path) in refusal("--config-file", str(path), "x")
     assert "No such file" in refusal("--config-file", str(tmp_path / "none.json"), "x")
+    path.write_bytes(b'{"x": "\xff"}')
+    assert "not text in UTF-8, at byte 7" in refusal("--config-file", str(path), "x")
+    for entry in ("config-file", "config_file", "version", "help", "v", "h"):
+        path.write_text(json.dumps({entry: "x" if "file" in entry else True}))
+        assert "belongs on the command line" in refusal("--config-file", str(path), "x")
 
 
 def test_the_sections_of_horovods_files(tmp_path):

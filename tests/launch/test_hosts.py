@@ -35,6 +35,9 @@ def test_bad_hostfile_names_the_line(tmp_path):
         read_hostfile(str(path))
     with pytest.raises(UsageError, match="No such file"):
         read_hostfile(str(tmp_path / "none"))
+    path.write_bytes(b"h1\nh\xfc2\n")
+    with pytest.raises(UsageError, match="not text in UTF-8, at byte 4"):
+        read_hostfile(str(path))
 
 
 def test_which_hosts_are_local():

@@ -144,6 +144,8 @@ def test_fault_tolerance_where_there_is_any():
         ("-np 2 notes.txt", "; chmod +x notes.txt and write ./notes.txt, or name the interpreter"),
         ("-np 2 -m", "-m needs the name of a module"),
         ("-np 2 .", "is a folder"),
+        ("-np 2 --mpi-args=' -m pkg", "--mpi-args ': no closing quotation"),
+        ("-np 2 --binding-args=' -m pkg", "--binding-args ': no closing quotation"),
     ],
 )
 def test_refusals(line, message, tmp_path, monkeypatch):

@@ -228,6 +228,28 @@ def test_usage_errors_say_one_line_and_exit_2():
     assert (result, out, err) == (2, "", "bagua-run: there is no program no-such-program\n")
 
 
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_closed_output_is_a_usage_error(closed):
+    command = shlex.join([sys.executable, "-m", "bagua.launch", "-np", "1", "true"])
+    done = subprocess.run(
+        ["sh", "-c", f"{command} {closed}>&-"],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 2
+    said = "" if closed == 2 else "bagua-run: standard output or standard error is closed"
+    assert done.stderr.startswith(said)
+    assert "Traceback" not in done.stderr
+
+
+def test_interfaces_that_are_not_here_are_told_before_the_start():
+    result, _, err = run("-np", 2, "--network-interfaces", "lo,nope", "true")
+    assert result == 2
+    assert "--network-interfaces: no interface 'nope' here" in err
+
+
 def test_bad_settings_are_told_once_before_the_start():
     result, _, err = run("-np", 2, "true", environment={"BAGUA_FUSION_BM": "3"})
     assert result == 2
