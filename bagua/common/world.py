@@ -17,6 +17,7 @@ from typing import Any
 from bagua.common import mpi
 from bagua.common.config import (
     Config,
+    check_one_of,
     malloc_is_told,
     nccl_shares_gpu,
     report_verdict,
@@ -189,12 +190,17 @@ def init(
     """Starts the engine, once: a second call does nothing until `shutdown`.
 
     `comm` is an mpi4py communicator, or ranks of the world. `settings` are those of
-    `bagua.common.config.Config`.
+    `bagua.common.config.Config`. `process_sets` that are not in use yet are added, in either case;
+    "dynamic", which Horovod needs for later ones, changes nothing.
     """
     global _world, _exit_hook_installed
     config = Config.resolve(**settings)
+    if isinstance(process_sets, str):
+        check_one_of("process_sets", process_sets, ["dynamic"])
+        process_sets = None
     if _world is not None:
         _refuse_other(config, settings)
+        _add_missing(process_sets or ())
         return
     mpi.start()
     if not _exit_hook_installed:
@@ -202,8 +208,12 @@ def init(
         _exit_hook_installed = True
     _world = World(communicator_of(comm), config)
     _warn_of_torchrun()
-    if process_sets is not None and not isinstance(process_sets, str):
-        for process_set in process_sets:
+    _add_missing(process_sets or ())
+
+
+def _add_missing(process_sets: Iterable[ProcessSet]) -> None:
+    for process_set in process_sets:
+        if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
             add_process_set(process_set)
 
 

@@ -142,3 +142,15 @@ def test_bad_sets(everyone, hvd):
     with pytest.raises(ValueError, match="at least one rank"):
         hvd.add_process_set([])
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == everyone.size
+
+
+def test_sets_given_to_an_init_of_a_running_world(everyone, hvd):
+    pair = hvd.ProcessSet([0, everyone.size - 1])
+    hvd.init(process_sets=[pair])
+    hvd.init(process_sets=[pair])  # in use already
+    assert pair.included() == (everyone.me in pair.ranks)
+    hvd.barrier(process_set=pair) if pair.included() else None
+    hvd.remove_process_set(pair)
+    hvd.init(process_sets="dynamic")
+    with pytest.raises(ValueError, match=r"process_sets='dynamik' is unknown.* mean 'dynamic'"):
+        hvd.init(process_sets="dynamik")
