@@ -302,6 +302,10 @@ def test_a_server_that_must_not_forget(bagua, redis, monkeypatch, client):
         got = {key: cache.get(key, values.__getitem__) for key in values}
     assert got == values
     assert len(caught) == 1
+    cache.store._clients[0].config_set("maxmemory", 1)
+    with pytest.warns(UserWarning, match="is full and forgets nothing"):
+        data = CachedDataset([1, 2], "redis", "more", hosts=server.addresses)
+    assert list(data) == [1, 2]
 
 
 @needs_redis

@@ -102,8 +102,11 @@ class RedisStore:
             self._ask(number, functools.partial(self._write, number, some))
 
     def _write(self, number: int, values: dict[str, bytes], client: Any) -> None:
+        self._unless_full(number, lambda: client.mset(values))
+
+    def _unless_full(self, number: int, write: Callable[[], Any]) -> None:
         try:
-            client.mset(values)
+            write()
         except _client_library().exceptions.ResponseError as error:
             if "maxmemory" not in str(error):  # older clients have no class for it
                 raise
@@ -121,12 +124,14 @@ class RedisStore:
         return sum(self._ask(number, keys) or 0 for number in range(len(self._clients)))
 
     def agree(self, fact: str) -> str:
+        number = self._number(self._fact)
+
         def first(client: Any) -> bytes | None:
-            client.set(self._fact, fact, nx=True)
+            self._unless_full(number, lambda: client.set(self._fact, fact, nx=True))
             kept: bytes | None = client.get(self._fact)
             return kept
 
-        kept = self._ask(self._number(self._fact), first)
+        kept = self._ask(number, first)
         return fact if kept is None else kept.decode()
 
     def _ask(self, number: int, question: Callable[[Any], Any]) -> Any:
