@@ -15,7 +15,7 @@ from bagua.common.core import core
 from bagua.common.errors import InternalError, UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.world import world
-from bagua.torch import lost, safety
+from bagua.torch import lost, moments, safety
 from bagua.torch.bucket_plan import Plan
 from bagua.torch.buckets import Bucket, Watch, claims
 from bagua.torch.checks import check_hyperparameters, check_parameters, hyperparameters
@@ -208,7 +208,9 @@ class Layout:
         slots = sorted(self._fresh, key=lambda slot: slot.number)
         grads = [slot.dense_gradient() for slot in slots]
         sparse = np.array([grad is not None and grad.is_sparse for grad in grads], np.uint8)
+        state = self._optimizer.state
         replicas = [(slot.name, slot.param) for slot in slots]
+        replicas += [(f"the state of {s.name}", moments.sample(state.get(s.param))) for s in slots]
         of_rules = safety.sample_of(repr(hyperparameters(self._optimizer)))
         samples = np.concatenate([of_rules, safety.sample(replicas)])
         everyones = self._agreed("first", np.concatenate([samples, sparse]), ReduceOp.Max)

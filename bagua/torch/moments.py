@@ -20,6 +20,7 @@ from bagua.torch.nested import broadcast_nested
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
+_SAMPLE = 64
 _NUMBERS = (bool, int, float, complex, str, type(None))
 _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -86,6 +87,14 @@ def settle(
         states = [dict(optimizer.state.get(params[of], {})) for of in some]
         states = broadcast_nested(states, root, gpu, process_set, f"{name}.{place}")
         optimizer.state.update({params[of]: state for of, state in zip(some, states)})
+
+
+def sample(state: Any) -> torch.Tensor:
+    """Of the first few values of all that is kept of a parameter."""
+    tensors = [value for value in (state or {}).values() if isinstance(value, torch.Tensor)]
+    firsts = [t.detach().flatten()[:_SAMPLE].cpu() for t in tensors if t.layout == torch.strided]
+    of_bytes = [first.reshape(-1).view(torch.uint8) for first in firsts]
+    return torch.cat(of_bytes) if of_bytes else torch.empty(0)
 
 
 def _signature(param: torch.Tensor) -> tuple[object, ...]:

@@ -46,7 +46,7 @@ def warn_of_difference(named: Named, name: str, process_set: ProcessSet) -> None
         warn(
             f"{text}. They share gradients from now on, but began unequal and stay so: call "
             "broadcast_parameters(model.state_dict(), root_rank=0) after making or loading the "
-            "model",
+            "model, and broadcast_optimizer_state(optimizer, root_rank=0) after loading its",
         )
 
 

@@ -71,6 +71,32 @@ def test_who_forgets_to_broadcast_hears_of_it_once(everyone, hvd, forgotten):
         assert not texts
 
 
+@pytest.mark.parametrize("forgotten", [True, False])
+def test_who_forgets_to_broadcast_the_state_hears_of_it(everyone, hvd, forgotten):
+    """Of what one rank has loaded, or of moments that averages of weights left to each rank."""
+    model = nn.Linear(30, 4)
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    if everyone.me < 2:
+        model(torch.full((1, 30), 1.0 + everyone.me)).sum().backward()
+        sgd.step()
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters())
+    if not forgotten:
+        hvd.broadcast_optimizer_state(optimizer, 0)
+    optimizer.zero_grad()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(torch.ones(1, 30)).sum().backward()
+    texts = [str(warning.message) for warning in caught]
+    if forgotten and everyone.size > 1 and everyone.me == 0:
+        (text,) = texts
+        words = "replicas differ: the state of weight is not the same on rank 0 and rank 1"
+        assert words in text
+        assert "broadcast_optimizer_state(" in text
+    else:
+        assert not texts
+
+
 def test_what_is_frozen_may_differ(everyone, hvd, setting):
     """Nobody exchanges it: it is neither compared nor looked at, whoever has one."""
     setting(check_finite="skip")
