@@ -147,6 +147,8 @@ class Grows(Gradients):
         super().step(number)
 
     def check(self, number: int) -> None:
+        # Of an interrupt before it was added the optimizer knows nothing, and zeroes no gradient.
+        self.params = [param for group in self.sgd.param_groups for param in group["params"]]
         if self.algorithm.what == "grad":
             super().check(number)
 
