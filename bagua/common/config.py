@@ -363,15 +363,23 @@ def nccl_shares_gpu() -> bool:
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "") not in ("", "0")
 
 
-def tell_gloo(interface: str) -> None:
+@contextlib.contextmanager
+def gloo_told(interface: str, afterwards: bool) -> Iterator[None]:
     """Which network torch's gloo takes, and that it connects when it is first used.
 
     Unless somebody has told it. It reads this whenever a group is made; by itself it takes the
-    interface of the host's name, which is that of the machine alone on many.
+    interface of the host's name, which is that of the machine alone on many. What is told
+    `afterwards` too holds for groups to come, and for processes that this one starts.
     """
-    if interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    told = interface and "GLOO_SOCKET_IFNAME" not in os.environ
+    if told:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    try:
+        yield
+    finally:
+        if told and not afterwards:
+            os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
 
 def report_verdict() -> None:

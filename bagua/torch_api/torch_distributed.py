@@ -19,7 +19,7 @@ from datetime import timedelta
 
 import torch
 
-from bagua.common.config import tell_gloo
+from bagua.common.config import gloo_told
 from bagua.common.core import core
 from bagua.common.errors import UsageError
 from bagua.common.objects import allgather_object
@@ -103,7 +103,6 @@ def _start_at(host: str, port: int, own: str, doors: Sequence[socket.socket]) ->
     global _started
     distributed, here = torch.distributed, world()
     timeout = timedelta(seconds=here.config.start_timeout_s)
-    tell_gloo(_interface_of(own))
     # The store takes the descriptor over.
     door = next((door.detach() for door in doors if door.getsockname()[0] == host), None)
     store = distributed.TCPStore(
@@ -116,7 +115,8 @@ def _start_at(host: str, port: int, own: str, doors: Sequence[socket.socket]) ->
         master_listen_fd=door,
     )
     excepthook = sys.excepthook
-    distributed.init_process_group("gloo", store=store, rank=here.rank, world_size=here.size)
+    with gloo_told(_interface_of(own), afterwards=host != _LOCAL):
+        distributed.init_process_group("gloo", store=store, rank=here.rank, world_size=here.size)
     sys.excepthook = excepthook  # torch's writes the rank before each line, as bagua-run does
     _started = True
     _install_hooks()
