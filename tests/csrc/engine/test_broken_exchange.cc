@@ -118,6 +118,8 @@ TEST_P(OpenExchange, EndsWhereNothingComesForLong) {
   for (const std::string& text : errors([] {})) EXPECT_CONTAINS(text, "made no progress");
 }
 
+// Rank 1, whose caller is the first to look at what it submitted: nothing comes before it has told
+// rank 0. There, the other rank's report may wake the coordination thread, which asks nobody.
 TEST(Interrupted, EndsAnExchangeThatGetsNowhere) {
   LoopbackWorld world(NodeOf{0, 1}, quiet_config());
   for (Gate& gate : world.gates) gate.open = 0;
@@ -126,11 +128,11 @@ TEST(Interrupted, EndsAnExchangeThatGetsNowhere) {
     const HandlePtr handle = world[rank].submit(allreduce_of("x", data), Urgency::kWaited);
     int asked = 0;
     Engine::Interrupted interrupted;
-    if (rank == 0) interrupted = [&] { return ++asked == 2; };
+    if (rank == 1) interrupted = [&] { return ++asked == 2; };
     EXPECT_TRUE(world[rank].wait(*handle, kHangS, interrupted));
     const std::string text = error_of<PeerError>([&] { handle->rethrow(); });
-    EXPECT_CONTAINS(text, host(0) + " was interrupted: x, on which all ranks had agreed");
-    EXPECT_CONTAINS(text, "waiting for " + host(1));
+    EXPECT_CONTAINS(text, host(1) + " was interrupted: x, on which all ranks had agreed");
+    EXPECT_CONTAINS(text, "waiting for " + host(0));
   });
 }
 
