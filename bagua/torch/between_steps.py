@@ -21,7 +21,7 @@ from bagua.torch.arrays import dtype_name
 from bagua.torch.checks import check_parameters, checked_names
 from bagua.torch.own import is_own
 from bagua.torch.pieces import Named, Piece, land_all, pieces_of
-from bagua.torch.safety import NonFinite, first_not_finite, first_odd
+from bagua.torch.safety import NonFinite, first_not_finite, first_odd, spoils
 from bagua.torch.standing import Standing
 
 Kept = dict[str, Sequence["torch.Tensor | None"]]
@@ -211,11 +211,7 @@ class BetweenSteps:
         return self._tell(", ".join(found[:4]))
 
     def _tell(self, found: str) -> bool:
-        skips = bool(found) and world().config.check_finite == "skip"
-        if found and self._process_set.rank() == 0:
-            skipped = f"; {self._skipped}" if skips else ""
-            warn(f"step {self._step}: NaN or Inf in {found}{skipped}")
-        return skips
+        return spoils(found, self._step, self._process_set, self._skipped)
 
     def _name(self, param: torch.Tensor) -> str:
         return self._names.setdefault(param, f"parameter.{len(self._names)}")

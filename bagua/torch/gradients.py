@@ -9,7 +9,6 @@ use), everything is waited for, and every `param.grad` is what all ranks share.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,22 +16,20 @@ from typing import Any
 import torch
 
 from bagua.algorithms import Algorithm
-from bagua.common.errors import BaguaError, UsageError
-from bagua.common.kinds import ReduceOp, Urgency
+from bagua.common.errors import UsageError
+from bagua.common.kinds import ReduceOp
 from bagua.common.objects import broadcast_object
-from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch import capture, hooks
 from bagua.torch.bucket_plan import Plan, fold_of
 from bagua.torch.buckets import Bucket, claims
 from bagua.torch.checkpointed import Checkpointed
 from bagua.torch.checks import check_hyperparameters, checked_names
+from bagua.torch.exchange import Exchange
 from bagua.torch.grouping import Grouping
 from bagua.torch.layout import Layout
 from bagua.torch.loose import Loose
-from bagua.torch.own import is_own
-from bagua.torch.pieces import raise_first
-from bagua.torch.safety import NonFinite, first_not_finite
+from bagua.torch.safety import NonFinite, spoils
 from bagua.torch.standing import Standing, in_one_piece
 
 _all: weakref.WeakSet[Gradients] = weakref.WeakSet()
@@ -81,12 +78,12 @@ class Gradients:
         self._watch = None
         if config.check_finite != "off":
             self._watch = NonFinite(process_set, standing.name("finite"))
-        self._loose = Loose(self._plan, compression)
+        loose = Loose(self._plan, compression)
         self.layout = Layout(
             optimizer,
             names,
             self._plan,
-            self._loose,
+            loose,
             Grouping(num_groups, groups),
             sparse_as_dense,
             hooks.on_gradient(self),
@@ -97,15 +94,13 @@ class Gradients:
         # What autograd calls when it ends, and forgets when it has ended or raised.
         self._end: Any = lambda: None
         self._silent = False  # this pass only accumulates
-        self._launched = 0  # buckets, in this pass
-        self._all_gathered = False
-        self._launch_error: Exception | None = None
         self._task = -1  # the backward pass, as autograd counts them
         self._exchanged = False  # since the last step
         self._unshared = False  # local gradients that no exchange has seen
         self.skips = False  # the next step, since gradients are no numbers
         self.refresh()
         self._checkpointed = Checkpointed(self._plan, self.layout)
+        self._exchange = Exchange(self._plan, self.layout, loose, self._checkpointed, self._watch)
         _all.add(self)
 
     def __del__(self) -> None:
@@ -141,9 +136,7 @@ class Gradients:
         """After an interrupt in the middle of a step."""
         self.standing.withdraw()
         _by_task.pop(self._task, None)
-        for bucket in self.layout.buckets:
-            bucket.end()
-        self._loose.discard()
+        self._exchange.end()
         self._reset()
         self.close()
 
@@ -181,10 +174,7 @@ class Gradients:
                 )
             bucket.stale = True  # a second contribution in one backward: launch once more
         elif bucket.ready(slot.index) and self._overlaps and not self._waits(bucket):
-            self._launched += 1
-            # Backward is about to end with the last one, and its end to wait and drive.
-            last = self._launched == len(self.layout.buckets)
-            bucket.launch(Urgency.SOON if last else Urgency.NOW)
+            self._exchange.launch(bucket)
 
     def _waits(self, bucket: Bucket) -> bool:
         """Whether it is launched only when backward is over."""
@@ -252,128 +242,39 @@ class Gradients:
         alive = [other for other in alive if not other._silent]
         if claims.contested:  # the result of one may be where another's gradient is
             for other in alive:
-                other._gather_rest()
+                other._exchange.gather_rest()
         for other in alive:
-            other._launch_rest()
+            other._exchange.launch_rest()
         if self._silent:
             self._passes += not self.paused
             return
-        self._exchange()
+        self._exchange_all()
 
     # ---- the exchange --------------------------------------------------------------------------
 
-    def _exchange(self) -> None:
+    def _exchange_all(self) -> None:
         """Launches what is not under way, waits for everything, delivers."""
-        self._launch_rest()
-        errors: list[Exception] = [] if self._launch_error is None else [self._launch_error]
         try:
-            # Whatever failed: nothing may be in flight when the caller touches gradients again.
-            waits = [bucket.advance for bucket in self.layout.buckets]
-            waits += [bucket.deliver for bucket in self.layout.buckets]
-            for wait in [*waits, self._loose.deliver]:
-                try:
-                    wait()
-                except Exception as error:
-                    errors.append(error)
-            # An error of ours is everybody's, who look no further.
-            alone = not any(isinstance(error, BaguaError) for error in errors)
-            found = self._not_finite() if alone else ""
+            found = self._exchange.finish()
         finally:
             self._reset()
-        if errors:
-            raise_first(errors)
         self._exchanged = True
         self._unshared = False
-        self._tell(found)
-
-    def _not_finite(self) -> str:
-        """What any rank has found, in what does not travel, too: a step is for all parameters.
-
-        Where all have given numbers, what they got is looked at, which is the same on all.
-        """
-        if self._watch is None:
-            return ""
-        own = [(self.layout.name_of(p), p) for p in self.layout.params if is_own(p)]
-        self._watch.look("own", own)
-        if found := self._watch.agreed():
-            return found
-        slots = self.layout.slots.values()
-        name = first_not_finite([(slot.name, slot.param) for slot in slots])
-        if not name:
-            return ""
-        places = {slot.name: bucket.name for bucket in self.layout.buckets for slot in bucket.slots}
-        where = f"{name} ({places.get(name, 'alone')})"
-        return f"{where} after the exchange, though not before: a sum or a codec overflows"
-
-    def _tell(self, found: str) -> None:
-        """Which gradients were no numbers; the same on all ranks."""
-        self.skips = bool(found) and world().config.check_finite == "skip"
-        if found and self._process_set.rank() == 0:
-            skipped = "; the step is skipped on all ranks" if self.skips else ""
-            warn(f"step {self._plan.step}: NaN or Inf in {found}{skipped}")
-
-    def _launch_rest(self) -> None:
-        """Launches what is not under way; once. What goes wrong is told by `_exchange`."""
-        self._gather_rest()
-        if self._launch_error is not None:
-            return
-        try:
-            for bucket in self.layout.buckets:
-                if bucket.handle is None:
-                    bucket.start(Urgency.WAITED)
-        except Exception as error:
-            self._note_error(error)
-
-    def _gather_rest(self) -> None:
-        if self._all_gathered:
-            return
-        self._all_gathered = True
-        try:
-            self._checkpointed.take_up()
-            self.layout.agree_at_first()
-            self._loose.launch(None if self._watch is None else self._watch.look)
-            rest = [bucket for bucket in self.layout.buckets if bucket.handle is None]
-            # Users may have given one parameter's gradient to another, in another bucket.
-            for bucket in rest:
-                bucket.look()
-            for bucket in rest:
-                bucket.fill()
-        except Exception as error:
-            self._note_error(error)
-
-    def _note_error(self, error: Exception) -> None:
-        self._launch_error = error
-        for bucket in self.layout.buckets:
-            if bucket.handle is None:
-                bucket.take_back()
-        self._refuse_rest(f"{type(error).__name__} on this rank: {error}")
-
-    def _refuse_rest(self, problem: str) -> None:
-        """Other ranks that wait for what was not launched hear why."""
-        for bucket in self.layout.buckets:
-            if bucket.handle is None:
-                with contextlib.suppress(BaguaError):
-                    bucket.refuse(problem)
-        self._loose.refuse_rest(problem)
+        skipped = "the step is skipped on all ranks"
+        self.skips = spoils(found, self._plan.step, self._process_set, skipped)
 
     def _reset(self) -> None:
         """Forgets what a pass has begun, also after an error in the middle of it."""
         self._in_backward = False
         self._passes = 0
-        self._launched = 0
-        self._all_gathered = False
-        self._launch_error = None
-        if self._watch is not None:
-            self._watch.forget()
-        for bucket in self.layout.buckets:
-            bucket.handle, bucket.stale = None, False
+        self._exchange.forget()
 
     def synchronize(self) -> None:
         """Exchanges unless everything there is has been exchanged."""
         self.standing.check()
         self.look_again()
         if self._unshared or not self._exchanged:
-            self._exchange()
+            self._exchange_all()
 
     drifts = False  # whether replicas differ after every step, by design
 
@@ -404,12 +305,8 @@ class Gradients:
         """
         _by_task.pop(self._task, None)
         if not self._silent:
-            self._refuse_rest("backward raised an exception on this rank")
-        for bucket in self.layout.buckets:
-            if bucket.handle is not None:
-                with contextlib.suppress(BaguaError):
-                    bucket.discard()
-        self._loose.discard()
+            self._exchange.refuse_rest("backward raised an exception on this rank")
+        self._exchange.discard()
         self._reset()
         self._exchanged = False
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Optional, Union
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Union
 
 import torch
 
-from bagua.algorithms import Algorithm, PerParameter, QAdam, find
-from bagua.common.config import Config
+from bagua.algorithms import Algorithm
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.process_set import ProcessSet, checked, global_process_set
 from bagua.common.requests import reduce_op
-from bagua.common.warn import warn
 from bagua.common.world import world
-from bagua.torch import capture, kept, safety
+from bagua.torch import capture, choice, kept, safety
 from bagua.torch.background import Background
 from bagua.torch.between_steps import BetweenSteps
 from bagua.torch.bucket_plan import fold_of
@@ -29,6 +25,7 @@ from bagua.torch.checks import (
     checked_names,
     checked_passes,
 )
+from bagua.torch.choice import Choice
 from bagua.torch.compression import Compression
 from bagua.torch.compression import checked as compressor
 from bagua.torch.gradients import Gradients
@@ -42,9 +39,6 @@ from bagua.torch.wrapped import Wrapped
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
 
-_One = Union[str, Algorithm]
-# For all parameters, or by patterns of names, or by name and shape.
-Choice = Union[_One, Mapping[str, _One], Callable[[str, tuple[int, ...]], Optional[_One]]]
 Driver = Union[Gradients, BetweenSteps]
 
 
@@ -104,16 +98,16 @@ class DistributedOptimizer(Wrapped):
         }
         self._step = 0
         self._since = 0  # the step from which the algorithm counts
-        self._compared = 0  # the last step after which replicas were compared
         self._resting = False  # nothing is begun in the background
         self._scaling = Scaling()
         self._loaded: dict[str, Any] | None = None  # of an algorithm that comes with the next step
         self._passes = checked_passes(backward_passes_per_step)
         self._standing = Standing(process_set)
+        self._replicas = safety.Replicas()
         self._algorithm = self._checked(algorithm or world().config.algorithm)
         if algorithm is not None:
-            self._tell_what_is_overruled(algorithm)
-        self._tell_what_is_exact()
+            choice.tell_what_is_overruled(algorithm, self._algorithm, self._process_set)
+        choice.tell_what_is_exact(self._algorithm, self._process_set)
         self._driver: Driver = self._driver_of(self._algorithm.at(0))
         self.set_backward_passes_per_step(backward_passes_per_step)
 
@@ -150,7 +144,7 @@ class DistributedOptimizer(Wrapped):
         self._driver.stepped()
         self._step += 1
         self._catch_up()
-        self._check_replicas()
+        self._replicas.look(self._step, self._driver, self._standing)
 
     @in_one_piece
     def zeroed(self) -> None:
@@ -227,7 +221,7 @@ class DistributedOptimizer(Wrapped):
         if wanted.at(0).what in ("grad", "momentum") and self.unscales:
             self._scaling.refuse_different(self._standing.name("overflows"), self._process_set)
         self._algorithm = wanted
-        self._tell_what_is_exact()
+        choice.tell_what_is_exact(self._algorithm, self._process_set)
         self._since = self._step
         self._resting = False
         self._catch_up()
@@ -269,38 +263,8 @@ class DistributedOptimizer(Wrapped):
         if isinstance(self._driver, Background):
             self._driver.resting = resting
 
-    def _tell_what_is_overruled(self, by: Choice) -> None:
-        wanted = world().config.algorithm
-        same = isinstance(by, (str, Algorithm)) and find(by) == find(wanted)
-        overruled = wanted != Config.algorithm and not same
-        if overruled and world().rank == self._process_set.ranks[0]:
-            warn(f"the script's choice, {self._algorithm!r}, overrules the setting {wanted!r}")
-
-    def _tell_what_is_exact(self) -> None:
-        """Who tries an algorithm on one machine should know that it is another one there."""
-        chosen, group = self._algorithm, self._process_set
-        counts = chosen.hierarchical and (chosen.codec != "raw" or chosen.peers != "all")
-        if not counts or group.size() < 2 or world().rank != group.ranks[0]:
-            return
-        if world().engine.node_count(group._id()) == 1:
-            warn(
-                f"all ranks share a machine, where {chosen.name or 'this algorithm'} is exact: its "
-                "codec and its peers count between machines. To have them here, too, give it "
-                "hierarchical=False, or let ranks exchange messages (bagua-run --transport mpi)",
-            )
-
     def _checked(self, algorithm: Choice) -> Algorithm:
-        if isinstance(algorithm, Mapping) or callable(algorithm):
-            algorithm = PerParameter(algorithm)
-        found = find(algorithm)
-        warmup = getattr(self.inner, "warmup_steps", found.warmup_steps)
-        if isinstance(found, QAdam) and warmup != found.warmup_steps:
-            if not isinstance(algorithm, str):
-                raise UsageError(
-                    f"warmup_steps is {found.warmup_steps} in {found!r} and {warmup} in the "
-                    "optimizer; leave it out of the algorithm"
-                )
-            found = replace(found, warmup_steps=warmup)
+        found = choice.resolved(algorithm, self.inner)
         fold_of(self.inner, found)  # is an error now and not after a warm-up
         # In the background every rank goes at its own pace.
         in_step = self._step > 0 and self._algorithm.when != "background"
@@ -358,26 +322,6 @@ class DistributedOptimizer(Wrapped):
         before, driver = self._driver, self._driver_of(algorithm)
         driver.passes_per_step, driver.paused = before.passes_per_step, before.paused
         self._driver = driver
-
-    def _check_replicas(self) -> None:
-        every = int(world().config.check_replicas_every)
-        equal = self._driver.equal_now()
-        if not every or not (equal or self._driver.drifts):
-            return
-        capture.refuse("check_replicas_every has the host look at weights")
-        if self._step // every == self._compared // every:
-            return
-        self._compared = self._step
-        if equal:
-            name = self._standing.name("replicas")
-            return safety.check_replicas(self._driver.named(), name, self._process_set)
-        distance = self.consensus_distance()
-        if self._process_set.rank() == 0:
-            print(
-                f"bagua: after step {self._step} replicas are {distance:.2g} apart "
-                "(consensus distance, relative to their mean)",
-                file=sys.stderr,
-            )
 
     @property
     def unscales(self) -> bool:

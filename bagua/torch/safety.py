@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,6 +17,9 @@ from bagua.common.numpy_ops import allreduce
 from bagua.common.objects import allgather_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.warn import warn
+from bagua.common.world import world
+from bagua.torch import capture
+from bagua.torch.standing import Standing
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -36,6 +40,33 @@ def check_replicas(named: Named, name: str, process_set: ProcessSet) -> None:
             f"{text}. Something changes weights on some ranks only, or ranks began unequal: call "
             "broadcast_parameters() after loading and seed what all must draw alike"
         )
+
+
+class Replicas:
+    """Looks at replicas every `check_replicas_every` steps."""
+
+    def __init__(self) -> None:
+        self._looked = 0  # the last step after which it did
+
+    def look(self, step: int, driver: Any, standing: Standing) -> None:
+        every = int(world().config.check_replicas_every)
+        equal = driver.equal_now()
+        if not every or not (equal or driver.drifts):
+            return
+        capture.refuse("check_replicas_every has the host look at weights")
+        if step // every == self._looked // every:
+            return
+        self._looked = step
+        named, process_set = driver.named(), standing.process_set
+        if equal:
+            return check_replicas(named, standing.name("replicas"), process_set)
+        distance = consensus_distance(named, standing.name("consensus"), process_set)
+        if process_set.rank() == 0:
+            print(
+                f"bagua: after step {step} replicas are {distance:.2g} apart "
+                "(consensus distance, relative to their mean)",
+                file=sys.stderr,
+            )
 
 
 def warn_of_difference(named: Named, name: str, process_set: ProcessSet) -> None:
@@ -186,3 +217,11 @@ class NonFinite:
             for bucket, param in theirs.items()
         ]
         return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+
+
+def spoils(found: str, step: int, process_set: ProcessSet, skipped: str) -> bool:
+    """Tells what any rank has found; whether it is not used. Alike on all ranks."""
+    skips = bool(found) and world().config.check_finite == "skip"
+    if found and process_set.rank() == 0:
+        warn(f"step {step}: NaN or Inf in {found}{f'; {skipped}' if skips else ''}")
+    return skips

@@ -1,0 +1,55 @@
+"""The algorithm a user chooses: what it may be given as, and what is worth telling about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Optional, Union
+
+from bagua.algorithms import Algorithm, PerParameter, QAdam, find
+from bagua.common.config import Config
+from bagua.common.errors import UsageError
+from bagua.common.process_set import ProcessSet
+from bagua.common.warn import warn
+from bagua.common.world import world
+
+_One = Union[str, Algorithm]
+# For all parameters, or by patterns of names, or by name and shape.
+Choice = Union[_One, Mapping[str, _One], Callable[[str, tuple[int, ...]], Optional[_One]]]
+
+
+def resolved(choice: Choice, optimizer: Any) -> Algorithm:
+    """The algorithm, with what the optimizer it belongs to has been told already."""
+    if isinstance(choice, Mapping) or callable(choice):
+        choice = PerParameter(choice)
+    found = find(choice)
+    warmup = getattr(optimizer, "warmup_steps", found.warmup_steps)
+    if isinstance(found, QAdam) and warmup != found.warmup_steps:
+        if not isinstance(choice, str):
+            raise UsageError(
+                f"warmup_steps is {found.warmup_steps} in {found!r} and {warmup} in the "
+                "optimizer; leave it out of the algorithm"
+            )
+        found = replace(found, warmup_steps=warmup)
+    return found
+
+
+def tell_what_is_overruled(by: Choice, chosen: Algorithm, process_set: ProcessSet) -> None:
+    wanted = world().config.algorithm
+    same = isinstance(by, (str, Algorithm)) and find(by) == find(wanted)
+    overruled = wanted != Config.algorithm and not same
+    if overruled and world().rank == process_set.ranks[0]:
+        warn(f"the script's choice, {chosen!r}, overrules the setting {wanted!r}")
+
+
+def tell_what_is_exact(chosen: Algorithm, process_set: ProcessSet) -> None:
+    """Who tries an algorithm on one machine should know that it is another one there."""
+    counts = chosen.hierarchical and (chosen.codec != "raw" or chosen.peers != "all")
+    if not counts or process_set.size() < 2 or world().rank != process_set.ranks[0]:
+        return
+    if world().engine.node_count(process_set._id()) == 1:
+        warn(
+            f"all ranks share a machine, where {chosen.name or 'this algorithm'} is exact: its "
+            "codec and its peers count between machines. To have them here, too, give it "
+            "hierarchical=False, or let ranks exchange messages (bagua-run --transport mpi)",
+        )

@@ -1,0 +1,153 @@
+"""One exchange of an optimizer's gradients: everything launched once, waited for, delivered."""
+
+from __future__ import annotations
+
+import contextlib
+
+from bagua.common.errors import BaguaError
+from bagua.common.kinds import Urgency
+from bagua.torch.bucket_plan import Plan
+from bagua.torch.buckets import Bucket
+from bagua.torch.checkpointed import Checkpointed
+from bagua.torch.layout import Layout
+from bagua.torch.loose import Loose
+from bagua.torch.own import is_own
+from bagua.torch.pieces import raise_first
+from bagua.torch.safety import NonFinite, first_not_finite
+
+
+class Exchange:
+    """The buckets of a layout and what travels beside them, from launch to delivery."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        layout: Layout,
+        loose: Loose,
+        checkpointed: Checkpointed,
+        watch: NonFinite | None,
+    ) -> None:
+        self._plan = plan
+        self._layout = layout
+        self._loose = loose
+        self._checkpointed = checkpointed
+        self._watch = watch
+        self._launched = 0  # buckets, while backward goes on
+        self._all_gathered = False
+        self._error: Exception | None = None  # of a launch
+
+    def launch(self, bucket: Bucket) -> None:
+        """All of it is there, and backward goes on."""
+        self._launched += 1
+        # Backward is about to end with the last one, and its end to wait and drive.
+        last = self._launched == len(self._layout.buckets)
+        bucket.launch(Urgency.SOON if last else Urgency.NOW)
+
+    def gather_rest(self) -> None:
+        """Fills what is not under way, once; a parameter without a gradient counts as zeros."""
+        if self._all_gathered:
+            return
+        self._all_gathered = True
+        try:
+            self._checkpointed.take_up()
+            self._layout.agree_at_first()
+            self._loose.launch(None if self._watch is None else self._watch.look)
+            rest = [bucket for bucket in self._layout.buckets if bucket.handle is None]
+            # Users may have given one parameter's gradient to another, in another bucket.
+            for bucket in rest:
+                bucket.look()
+            for bucket in rest:
+                bucket.fill()
+        except Exception as error:
+            self._note(error)
+
+    def launch_rest(self) -> None:
+        """Launches what is not under way. What goes wrong is told by `finish`."""
+        self.gather_rest()
+        if self._error is not None:
+            return
+        try:
+            for bucket in self._layout.buckets:
+                if bucket.handle is None:
+                    bucket.start(Urgency.WAITED)
+        except Exception as error:
+            self._note(error)
+
+    def finish(self) -> str:
+        """Launches the rest, waits for everything, delivers; says what any rank has that is no
+        number."""
+        self.launch_rest()
+        errors: list[Exception] = [] if self._error is None else [self._error]
+        # Whatever failed: nothing may be in flight when the caller touches gradients again.
+        waits = [bucket.advance for bucket in self._layout.buckets]
+        waits += [bucket.deliver for bucket in self._layout.buckets]
+        for wait in [*waits, self._loose.deliver]:
+            try:
+                wait()
+            except Exception as error:
+                errors.append(error)
+        # An error of ours is everybody's, who look no further.
+        alone = not any(isinstance(error, BaguaError) for error in errors)
+        found = self._not_finite() if alone else ""
+        if errors:
+            raise_first(errors)
+        return found
+
+    def refuse_rest(self, problem: str) -> None:
+        """Other ranks that wait for what was not launched hear why."""
+        for bucket in self._layout.buckets:
+            if bucket.handle is None:
+                with contextlib.suppress(BaguaError):
+                    bucket.refuse(problem)
+        self._loose.refuse_rest(problem)
+
+    def discard(self) -> None:
+        """Waits for what was launched without using it."""
+        for bucket in self._layout.buckets:
+            if bucket.handle is not None:
+                with contextlib.suppress(BaguaError):
+                    bucket.discard()
+        self._loose.discard()
+
+    def forget(self) -> None:
+        """What was begun, also after an error in the middle of it: the next one is another."""
+        self._launched = 0
+        self._all_gathered = False
+        self._error = None
+        if self._watch is not None:
+            self._watch.forget()
+        for bucket in self._layout.buckets:
+            bucket.handle, bucket.stale = None, False
+
+    def end(self) -> None:
+        """After an interrupt in the middle of a step."""
+        for bucket in self._layout.buckets:
+            bucket.end()
+        self._loose.discard()
+
+    def _note(self, error: Exception) -> None:
+        self._error = error
+        for bucket in self._layout.buckets:
+            if bucket.handle is None:
+                bucket.take_back()
+        self.refuse_rest(f"{type(error).__name__} on this rank: {error}")
+
+    def _not_finite(self) -> str:
+        """What any rank has found, in what does not travel, too: a step is for all parameters.
+
+        Where all have given numbers, what they got is looked at, which is the same on all.
+        """
+        if self._watch is None:
+            return ""
+        own = [(self._layout.name_of(p), p) for p in self._layout.params if is_own(p)]
+        self._watch.look("own", own)
+        if found := self._watch.agreed():
+            return found
+        slots = self._layout.slots.values()
+        name = first_not_finite([(slot.name, slot.param) for slot in slots])
+        if not name:
+            return ""
+        buckets = self._layout.buckets
+        places = {slot.name: bucket.name for bucket in buckets for slot in bucket.slots}
+        where = f"{name} ({places.get(name, 'alone')})"
+        return f"{where} after the exchange, though not before: a sum or a codec overflows"
