@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from bagua.algorithms import BucketInfo, Exchange
 from bagua.algorithms.exchange import LOSSY
@@ -15,38 +14,9 @@ from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.process_set import ProcessSet
 from bagua.torch.arrays import arena_of, is_at_rest, is_on_device, tensor_over, wait_for_last
+from bagua.torch.claims import claims
 from bagua.torch.slot import Slot, in_memory_like, view_like
 
-
-class _Claims:
-    """How many optimizers exchange the gradient of a parameter."""
-
-    def __init__(self) -> None:
-        self._counts: Any = WeakTensorKeyDictionary()
-        self._of_several: Any = WeakTensorKeyDictionary()
-
-    @property
-    def contested(self) -> bool:
-        """Whether any parameter that is alive is one of several."""
-        return len(self._of_several) > 0
-
-    def add(self, param: torch.Tensor) -> None:
-        count = self._counts[param] = self._counts.get(param, 0) + 1
-        if count == 2:
-            self._of_several[param] = True
-
-    def is_contested(self, param: torch.Tensor) -> bool:
-        return self._counts.get(param, 0) > 1
-
-    def drop(self, param: torch.Tensor) -> None:
-        count = self._counts.get(param)
-        if count:  # it may be half collected
-            self._counts[param] = count - 1
-            if count == 2:
-                del self._of_several[param]
-
-
-claims = _Claims()
 # Gradients that are to be exchanged in place, and those that are under way; a user may make one
 # tensor that of two parameters.
 _lent: set[int] = set()

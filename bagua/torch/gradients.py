@@ -22,14 +22,15 @@ from bagua.common.objects import broadcast_object
 from bagua.common.world import world
 from bagua.torch import capture, hooks
 from bagua.torch.bucket_plan import Plan, fold_of
-from bagua.torch.buckets import Bucket, claims
+from bagua.torch.buckets import Bucket
 from bagua.torch.checkpointed import Checkpointed
 from bagua.torch.checks import check_hyperparameters, checked_names
-from bagua.torch.exchange import Exchange
+from bagua.torch.claims import claims
 from bagua.torch.grouping import Grouping
 from bagua.torch.layout import Layout
 from bagua.torch.loose import Loose
 from bagua.torch.safety import NonFinite, spoils
+from bagua.torch.shipment import Shipment
 from bagua.torch.standing import Standing, in_one_piece
 
 _all: weakref.WeakSet[Gradients] = weakref.WeakSet()
@@ -100,7 +101,7 @@ class Gradients:
         self.skips = False  # the next step, since gradients are no numbers
         self.refresh()
         self._checkpointed = Checkpointed(self._plan, self.layout)
-        self._exchange = Exchange(self._plan, self.layout, loose, self._checkpointed, self._watch)
+        self._shipment = Shipment(self._plan, self.layout, loose, self._checkpointed, self._watch)
         _all.add(self)
 
     def __del__(self) -> None:
@@ -136,7 +137,7 @@ class Gradients:
         """After an interrupt in the middle of a step."""
         self.standing.withdraw()
         _by_task.pop(self._task, None)
-        self._exchange.end()
+        self._shipment.end()
         self._reset()
         self.close()
 
@@ -174,7 +175,7 @@ class Gradients:
                 )
             bucket.stale = True  # a second contribution in one backward: launch once more
         elif bucket.ready(slot.index) and self._overlaps and not self._waits(bucket):
-            self._exchange.launch(bucket)
+            self._shipment.launch(bucket)
 
     def _waits(self, bucket: Bucket) -> bool:
         """Whether it is launched only when backward is over."""
@@ -242,20 +243,20 @@ class Gradients:
         alive = [other for other in alive if not other._silent]
         if claims.contested:  # the result of one may be where another's gradient is
             for other in alive:
-                other._exchange.gather_rest()
+                other._shipment.gather_rest()
         for other in alive:
-            other._exchange.launch_rest()
+            other._shipment.launch_rest()
         if self._silent:
             self._passes += not self.paused
             return
-        self._exchange_all()
+        self._exchange()
 
     # ---- the exchange --------------------------------------------------------------------------
 
-    def _exchange_all(self) -> None:
+    def _exchange(self) -> None:
         """Launches what is not under way, waits for everything, delivers."""
         try:
-            found = self._exchange.finish()
+            found = self._shipment.finish()
         finally:
             self._reset()
         self._exchanged = True
@@ -267,14 +268,14 @@ class Gradients:
         """Forgets what a pass has begun, also after an error in the middle of it."""
         self._in_backward = False
         self._passes = 0
-        self._exchange.forget()
+        self._shipment.forget()
 
     def synchronize(self) -> None:
         """Exchanges unless everything there is has been exchanged."""
         self.standing.check()
         self.look_again()
         if self._unshared or not self._exchanged:
-            self._exchange_all()
+            self._exchange()
 
     drifts = False  # whether replicas differ after every step, by design
 
@@ -305,8 +306,8 @@ class Gradients:
         """
         _by_task.pop(self._task, None)
         if not self._silent:
-            self._exchange.refuse_rest("backward raised an exception on this rank")
-        self._exchange.discard()
+            self._shipment.refuse_rest("backward raised an exception on this rank")
+        self._shipment.discard()
         self._reset()
         self._exchanged = False
 

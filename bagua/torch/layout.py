@@ -17,8 +17,9 @@ from bagua.common.kinds import ReduceOp
 from bagua.common.world import world
 from bagua.torch import lost, moments, safety
 from bagua.torch.bucket_plan import Plan
-from bagua.torch.buckets import Bucket, Watch, claims
+from bagua.torch.buckets import Bucket, Watch
 from bagua.torch.checks import check_hyperparameters, check_parameters, hyperparameters
+from bagua.torch.claims import claims
 from bagua.torch.grouping import Grouping
 from bagua.torch.loose import Loose
 from bagua.torch.own import is_own

@@ -16,7 +16,7 @@ from bagua.torch.pieces import raise_first
 from bagua.torch.safety import NonFinite, first_not_finite
 
 
-class Exchange:
+class Shipment:
     """The buckets of a layout and what travels beside them, from launch to delivery."""
 
     def __init__(

@@ -1,0 +1,39 @@
+"""Which optimizers exchange the gradient of one parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class _Claims:
+    """How many optimizers exchange the gradient of a parameter."""
+
+    def __init__(self) -> None:
+        self._counts: Any = WeakTensorKeyDictionary()
+        self._of_several: Any = WeakTensorKeyDictionary()
+
+    @property
+    def contested(self) -> bool:
+        """Whether any parameter that is alive is one of several."""
+        return len(self._of_several) > 0
+
+    def add(self, param: torch.Tensor) -> None:
+        count = self._counts[param] = self._counts.get(param, 0) + 1
+        if count == 2:
+            self._of_several[param] = True
+
+    def is_contested(self, param: torch.Tensor) -> bool:
+        return self._counts.get(param, 0) > 1
+
+    def drop(self, param: torch.Tensor) -> None:
+        count = self._counts.get(param)
+        if count:  # it may be half collected
+            self._counts[param] = count - 1
+            if count == 2:
+                del self._of_several[param]
+
+
+claims = _Claims()
