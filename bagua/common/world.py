@@ -11,170 +11,25 @@ import ipaddress
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from bagua.common import mpi
 from bagua.common.config import (
     Config,
     check_one_of,
-    malloc_is_told,
-    nccl_shares_gpu,
     report_verdict,
     torchrun_size,
 )
 from bagua.common.core import core
-from bagua.common.errors import BaguaError, PeerError, UsageError
-from bagua.common.heap import give_back_freed, keep_freed
-from bagua.common.kinds import Kind, Urgency
-from bagua.common.machine import core_share
+from bagua.common.errors import PeerError, UsageError
+from bagua.common.kinds import Kind
 from bagua.common.meeting import (
-    Card,
     Communicator,
-    by_host,
     communicator_of,
-    forget_copy,
-    introduce,
-    meet,
-    private_copy,
 )
-from bagua.common.messages import Messages
 from bagua.common.mpi import MPI
-from bagua.common.nccl import library_path
 from bagua.common.process_set import ProcessSet, checked, global_process_set
-
-_MOST_HELPERS = 3  # a few cores use up the bandwidth of the memory
-
-
-class World:
-    """A running engine and what its ranks know of each other."""
-
-    def __init__(self, comm: MPI.Comm, config: Config) -> None:
-        self.config = config
-        self._parent = comm
-        timeout_s = config.start_timeout_s
-        self.rank: int = comm.rank
-        self.size: int = comm.size
-        card, error = Card(), None
-        try:
-            card.write(config)
-            settings = self._settings()
-            listener = self._listen(card)
-        except Exception as problem:  # told to those who would wait for this rank
-            error = problem
-            card.excuse(self.rank, problem)
-        meet(comm, timeout_s)
-        message_comm = private_copy(comm, "messages", timeout_s)
-        self._comm = private_copy(comm, "engine", timeout_s)  # the engine's until it stops
-        try:
-            cards = introduce(self._comm, card, timeout_s)
-        except BaguaError:
-            if error is not None:
-                raise error from None
-            raise
-        hosts = [card.host for card in cards]
-        mine = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
-        self.local_rank = mine.index(self.rank)
-        self.local_size = len(mine)
-        peers = [ranks[self.local_rank] for ranks in by_host(hosts) if len(ranks) > self.local_rank]
-        self.cross_rank = peers.index(self.rank)
-        self.cross_size = len(peers)
-        self.is_homogeneous = len({len(ranks) for ranks in by_host(hosts)}) == 1
-        self.process_sets: dict[int, ProcessSet] = {}
-        here = [other.cores for other in cards if other.machine == card.machine]
-        self.core_count = core_share(card.cores, here)  # this rank's share of its machine
-        self.engine = self._start_engine(settings, listener, cards)
-        self.messages = Messages(message_comm, self.engine, config)
-        global_process_set.ranks = list(range(self.size))
-        global_process_set._bind(0, self.rank)
-        self.process_sets[0] = global_process_set
-        self._keeps_memory = config.keep_memory and not malloc_is_told()
-        if self._keeps_memory:
-            keep_freed()
-
-    def overlaps(self, busy_threads: int) -> bool:
-        """Whether an exchange while the model computes makes training faster.
-
-        It does where something else than this machine's cores is waited for, or one of them is
-        free.
-        """
-        if self.config.overlap != "auto":
-            return self.config.overlap == "always"
-        return self.local_size < self.size or self.core_count >= busy_threads + 1
-
-    def _settings(self) -> dict[str, Any]:
-        """What the engine is told of this rank."""
-        settings = asdict(self.config)
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            settings["inline_drive"] = False  # keeps all MPI on the coordination thread
-        settings["nccl_path"] = library_path()
-        settings["nccl_shares_gpu"] = nccl_shares_gpu()
-        return settings
-
-    def _listen(self, card: Card) -> Any:
-        """Where the others' control connections arrive, which is on rank 0."""
-        if self.rank != 0:
-            return None
-        listener = core.Listener(self.size, self.config.network_interfaces)
-        card.address = listener.address
-        return listener
-
-    def _start_engine(self, settings: dict[str, Any], listener: Any, cards: list[Card]) -> Any:
-        if settings["helpers"] < 0:
-            settings["helpers"] = min(max(self.core_count - 1, 0), _MOST_HELPERS)
-        settings["helpers"] = int(settings["helpers"])
-        if self.core_count < 1:
-            settings["spin_us"] = 0.0  # spinning would take the core a peer needs
-        return core.Engine(
-            communicator=MPI._addressof(self._comm),
-            listener=listener,
-            address=cards[0].address,
-            rank=self.rank,
-            settings=settings,
-            names=[f"host {card.host}, pid {card.pid}" for card in cards],
-        )
-
-    def request(
-        self, kind: Kind, name: str = "", numbers: Sequence[int] = (), **fields: int
-    ) -> Any:
-        """Submits a request that carries no tensors; returns its finished handle."""
-        root, in_set = fields.get("root", -1), fields.get("set", 0)
-        handle = core.submit(
-            self.engine,
-            kind,
-            name,
-            [],
-            0,
-            root,
-            1.0,
-            1.0,
-            in_set,
-            numbers,
-            Urgency.WAITED,
-            None,
-            None,
-        )
-        handle.wait()
-        return handle
-
-    def stop(self) -> None:
-        """Stops the engine; on rank 0 returns when every rank has."""
-        self.leave_memory()
-        for process_set in self.process_sets.values():
-            process_set._bind(None, self.rank)
-        self.engine.stop()
-        while not self.engine.wait_stopped(0.25):
-            pass  # back in Python, so that Ctrl-C can end the wait
-        if self.engine.failure():
-            # What was broken off may still be under way: never use these copies again.
-            for purpose in ("engine", "messages"):
-                forget_copy(self._parent, purpose)
-
-    def leave_memory(self) -> None:
-        """This process trains no more."""
-        if self._keeps_memory:
-            give_back_freed()
-
+from bagua.common.running import World
 
 _world: World | None = None
 _exit_hook_installed = False

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bagua.common.world import World, init, shutdown, world
+from bagua.common.running import World
+from bagua.common.world import init, shutdown, world
 from bagua.common.world import is_initialized as is_initialized
 from bagua.torch_api import torch_distributed
 
