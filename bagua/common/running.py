@@ -109,6 +109,18 @@ class World:
             names=[f"host {card.host}, pid {card.pid}" for card in cards],
         )
 
+    def nodes(self, process_set: ProcessSet) -> list[int]:
+        """By rank of the set: its node, which it shares with those whose memory it sees."""
+        nodes = self.engine.nodes_of(process_set._id())
+        return [nodes.index(node) for node in nodes]  # by their first rank
+
+    def encodes_alone(self, hierarchical: bool, process_set: ProcessSet) -> bool:
+        """Whether what a rank gives is encoded by that rank: where nodes have one each, at least.
+
+        Else a node adds up exactly what its ranks give, and encodes that, or nothing if it has all.
+        """
+        return not hierarchical or len(set(self.nodes(process_set))) == process_set.size()
+
     def request(
         self, kind: Kind, name: str = "", numbers: Sequence[int] = (), **fields: int
     ) -> Any:

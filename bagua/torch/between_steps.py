@@ -51,7 +51,8 @@ class BetweenSteps:
         self.standing = standing
         self._generation = 0  # of the pieces there are
         self._step = step
-        self._rounds = 0  # exchanges so far
+        self.rounds = 0  # exchanges so far
+        self._root = standing.process_set.ranks[0]  # whose weights all begin with
         self._all_params: list[torch.Tensor] = []
         self._required: list[bool] = []
         self._shared: Named = []  # those that are exchanged, in their order
@@ -169,7 +170,7 @@ class BetweenSteps:
             self._exchange,
             self._process_set,
             self._piece_nbytes(),
-            self._rounds,
+            self.rounds,
             self.algorithm.keeps_exact,
         )
 
@@ -230,14 +231,13 @@ class BetweenSteps:
         if not kept.agrees(loaded, mine, name, self._process_set, instead=instead):
             loaded = None
         if loaded is not None:
-            self._rounds = loaded["rounds"]
+            self.rounds = loaded["rounds"]
             self._build(self._shared)
             self._restore(loaded["values"])
             return
         params = [param.data for piece in self._pieces for param in piece.params]
-        root = self._process_set.ranks[0]
         name = self.standing.name("begin")
-        ops.grouped_broadcast_(params, root, name=name, process_set=self._process_set)
+        ops.grouped_broadcast_(params, self._root, name=name, process_set=self._process_set)
         self._all_equal()
 
     def _names_of_all(self) -> list[str]:
@@ -265,7 +265,8 @@ class BetweenSteps:
             }
             for what, flats in self._kept().items()
         }
-        return {"identity": mine, "layout": (self._step,), "rounds": self._rounds, "values": values}
+        layout = (self._step, self.rounds)
+        return {"identity": mine, "layout": layout, "rounds": self.rounds, "values": values}
 
     def load_state(self, loaded: dict[str, Any] | None, step: int) -> None:
         """It is taken up before the next step, where all ranks are."""
@@ -278,11 +279,20 @@ class BetweenSteps:
         """Whether ranks agree on what they have loaded, before the next step."""
         return not self._begun
 
-    def go_to(self, step: int, state_due: bool) -> None:
+    @property
+    def place(self) -> object:
+        """What ranks must have in common, but their steps and rounds."""
+        return self._generation, self._begun
+
+    def begin_from(self, root: int) -> None:
+        """Before the first step: with whose weights."""
+        self._root = root
+
+    def go_to(self, step: int, rounds: int, state_due: bool) -> None:
         """As all ranks do."""
         if state_due:
             self._land()
-        self._step, self._begun = step, not state_due
+        self._step, self.rounds, self._begun = step, rounds, not state_due
 
     def _restore(self, values: dict[str, dict[str, torch.Tensor]]) -> None:
         for what, flats in self._kept().items():

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from bagua.algorithms import Algorithm, BucketInfo
+from bagua.algorithms import Algorithm, BucketInfo, Exchange
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.world import world
@@ -43,11 +43,11 @@ class Plan:
         self.bucket_nbytes = bucket_nbytes
         self.fold = fold
         self.step = step  # that is next
-        self._generation = 0  # of the buckets there are
+        self.generation = 0  # of the buckets there are
 
     def build(self, runs: Sequence[Sequence[Slot]], cut: bool) -> list[Bucket]:
         """Buckets over runs of slots, in order of readiness; `cut` splits a run by size."""
-        self._generation = self.standing.generation()
+        self.generation = self.standing.generation()
         buckets: list[Bucket] = []
         for run in runs:
             for slots in self._split(run, cut):
@@ -59,8 +59,7 @@ class Plan:
         done: list[list[Slot]] = []
         filling: dict[tuple[torch.device, torch.dtype, bool, str], tuple[list[Slot], int]] = {}
         for slot in run:
-            slot.algorithm = self.algorithm.of(slot.name, tuple(slot.param.shape))
-            slot.exact = self._is_exact(slot)
+            self.choose(slot)
             kind = (slot.param.device, slot.param.dtype, slot.exact, repr(slot.algorithm))
             slots, nbytes = filling.get(kind, ([], 0))
             more = slot.param.numel() * slot.param.element_size()
@@ -71,9 +70,19 @@ class Plan:
             filling[kind] = (slots, nbytes + more)
         return done + [slots for slots, _ in filling.values() if slots]
 
-    def _is_exact(self, slot: Slot) -> bool:
+    def choose(self, slot: Slot) -> None:
+        """The algorithm of this parameter, and whether it travels as it is all the same."""
+        shape = tuple(slot.param.shape)
+        slot.algorithm = self.algorithm.of(slot.name, shape)
         coded = slot.param.dtype in (torch.float32, torch.float16, torch.bfloat16)
-        return not coded or slot.algorithm.keeps_exact(slot.name, tuple(slot.param.shape))
+        slot.exact = not coded or slot.algorithm.keeps_exact(slot.name, shape)
+
+    def exchange_of(self, slot: Slot, info: BucketInfo) -> Exchange:
+        """Of a bucket, whose slots have the algorithm of this one; or of this one alone."""
+        exchange = slot.algorithm.plan(info, world(), self.step)
+        if slot.exact:
+            exchange = replace(exchange, codec="raw", error_feedback=None, low_rank=0)
+        return exchange if self.op is None else replace(exchange, op=self.op)
 
     def _bucket(self, index: int, slots: Sequence[Slot]) -> Bucket:
         # All of them are ready at the launch; the optimizer likes to find them in its own order.
@@ -82,13 +91,9 @@ class Plan:
         if self.wire_dtype is not None and dtype.is_floating_point:
             dtype = self.wire_dtype
         count = sum(slot.param.numel() for slot in slots)
-        name = f"{self.prefix}.bucket.{self._generation}.{index}"
+        name = f"{self.prefix}.bucket.{self.generation}.{index}"
         info = BucketInfo(name, index, dtype_name(dtype), count, count * dtype.itemsize)
-        exchange = slots[0].algorithm.plan(info, world(), self.step)
-        if slots[0].exact:
-            exchange = replace(exchange, codec="raw", error_feedback=None, low_rank=0)
-        if self.op is not None:
-            exchange = replace(exchange, op=self.op)
+        exchange = self.exchange_of(slots[0], info)
         alone = self.process_set.size() == 1  # then nothing has to travel
         kind = Bucket
         if exchange.momentum_correction:

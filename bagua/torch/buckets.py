@@ -35,6 +35,8 @@ class Bucket:
     # Whether what travels is made of gradients, so that all must be in the arena first, and
     # several exchanges do not add up to one.
     transforms = False
+    # Whether it keeps something that is the same on all ranks, and of the last exchange.
+    replicated = False
 
     def __init__(
         self,
@@ -79,6 +81,7 @@ class Bucket:
         self.count_quietly = self.arena.count_quietly
         self.handle: Any | None = None
         self.stale = False  # a gradient changed after the launch
+        self.late = any(slot.twice for slot in slots)  # it is launched when backward is over
         self.watch: Watch | None = None
         self._lay_out()
         self._params = [slot.param for slot in self.slots]
@@ -228,7 +231,11 @@ class Bucket:
         if self.handle is not None and self.stale:
             self._wait()
             firsts = self._away
-            self.launch()
+            self.arena.again = True
+            try:
+                self.launch()
+            finally:
+                self.arena.again = False
         if self.handle is None:
             return
         self._wait()

@@ -81,7 +81,7 @@ class Checkpointed:
         plan, layout = self._plan, self._layout
         mine = kept.identity(plan.algorithm, plan.process_set, sorted(layout.by_name))
         if not lost.something(layout.buckets):  # a layout is everybody's
-            del mine["rank"], mine["size"]
+            del mine["rank"], mine["size"], mine["machines"]
         return mine
 
 

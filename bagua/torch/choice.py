@@ -47,7 +47,7 @@ def tell_what_is_exact(chosen: Algorithm, process_set: ProcessSet) -> None:
     counts = chosen.hierarchical and (chosen.codec != "raw" or chosen.peers != "all")
     if not counts or process_set.size() < 2 or world().rank != process_set.ranks[0]:
         return
-    if world().engine.node_count(process_set._id()) == 1:
+    if len(set(world().nodes(process_set))) == 1:
         warn(
             f"all ranks share a machine, where {chosen.name or 'this algorithm'} is exact: its "
             "codec and its peers count between machines. To have them here, too, give it "

@@ -31,6 +31,7 @@ from bagua.torch.layout import Layout
 from bagua.torch.loose import Loose
 from bagua.torch.safety import NonFinite, spoils
 from bagua.torch.shipment import Shipment
+from bagua.torch.slot import Slot
 from bagua.torch.standing import Standing, in_one_piece
 
 _all: weakref.WeakSet[Gradients] = weakref.WeakSet()
@@ -95,6 +96,7 @@ class Gradients:
         # What autograd calls when it ends, and forgets when it has ended or raised.
         self._end: Any = lambda: None
         self._silent = False  # this pass only accumulates
+        self._came: set[Slot] = set()  # in this pass, until ranks have settled on buckets
         self._task = -1  # the backward pass, as autograd counts them
         self._exchanged = False  # since the last step
         self._unshared = False  # local gradients that no exchange has seen
@@ -160,6 +162,10 @@ class Gradients:
         bucket = slot.bucket
         if bucket is None:
             return
+        if bucket.handle is not None or slot in self._came:
+            slot.twice = bucket.late = True
+        if not self.layout.settled:
+            self._came.add(slot)
         if bucket.handle is not None:
             if slot.is_in_arena(slot.param.grad):
                 raise UsageError(
@@ -178,7 +184,13 @@ class Gradients:
             self._shipment.launch(bucket)
 
     def _waits(self, bucket: Bucket) -> bool:
-        """Whether it is launched only when backward is over."""
+        """Whether it is launched only when backward is over.
+
+        In the first pass that shows which gradients get several contributions: whoever exchanged
+        the first alone would have to do so again, and the others may not.
+        """
+        if bucket.late or not self.layout.settled:
+            return True
         contested = claims.contested and any(
             claims.is_contested(slot.param) for slot in bucket.slots
         )
@@ -216,8 +228,9 @@ class Gradients:
         _by_task.setdefault(self._task, []).append(weakref.ref(self))
         if self._silent:
             return
+        self._came.clear()
         for bucket in self.layout.buckets:
-            bucket.count_quietly(self.layout.order is None)
+            bucket.count_quietly(self.layout.settled)
 
     def _look_for_zeroing(self, fresh: torch.Tensor) -> None:
         """Notices a zero_grad of somebody else's, as of the model or of an optimizer unknown to us.
@@ -351,6 +364,15 @@ class Gradients:
         """Whether ranks agree on what they have loaded, in the next exchange."""
         return self._checkpointed.due
 
-    def go_to(self, step: int, state_due: bool) -> None:
+    rounds = 0  # exchanges are counted by steps
+
+    @property
+    def place(self) -> object:
+        """What ranks must have in common, but their steps."""
+        layout = self.layout
+        kept = self._plan.step if any(bucket.replicated for bucket in layout.buckets) else 0
+        return self._plan.generation, layout.unsettled, self._checkpointed.due, kept
+
+    def go_to(self, step: int, rounds: int, state_due: bool) -> None:
         """As all ranks do."""
         self._plan.step, self._checkpointed.due = step, state_due

@@ -20,6 +20,7 @@ from bagua.common.numpy_ops import allreduce
 from bagua.common.objects import allgather_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.warn import warn
+from bagua.common.world import world
 
 KEY = "bagua"
 
@@ -27,11 +28,12 @@ KEY = "bagua"
 def identity(
     algorithm: Algorithm, process_set: ProcessSet, names: Sequence[str]
 ) -> dict[str, object]:
-    """What it is of."""
+    """What it is of. Machines, by rank: what their ranks keep together belongs to the machine."""
     return {
         "algorithm": repr(algorithm),
         "rank": process_set.rank(),
         "size": process_set.size(),
+        "machines": world().nodes(process_set) if algorithm.hierarchical else [],
         "parameters": list(names),
     }
 

@@ -85,6 +85,11 @@ class Layout:
     def settled(self) -> bool:
         return self.order is None and not self.rebuild_due and not self._fresh
 
+    @property
+    def unsettled(self) -> object:
+        """What ranks have yet to agree on."""
+        return self.order is None, self.rebuild_due, sorted(slot.name for slot in self._fresh)
+
     def refresh(self) -> bool:
         """Notices parameters that were added, frozen or thawed.
 

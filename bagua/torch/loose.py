@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from bagua.algorithms import BucketInfo
 from bagua.common.core import core
 from bagua.common.errors import BaguaError
-from bagua.common.kinds import Kind
+from bagua.common.kinds import Kind, ReduceOp
 from bagua.common.world import world
 from bagua.torch import ops
+from bagua.torch.arrays import dtype_name
 from bagua.torch.bucket_plan import Plan
 from bagua.torch.buckets import Watch
 from bagua.torch.slot import Slot
@@ -46,8 +48,8 @@ class Loose:
     def launch(self, watch: Watch | None) -> None:
         if watch is not None and self._slots:
             watch("alone", [(slot.name, slot.param) for slot in self._slots.values()])
-        op = self._plan.algorithm.op if self._plan.op is None else self._plan.op
         for slot in self._slots.values():
+            op = self._op_of(slot)
             grad = slot.dense_gradient()
             name = self._name_of(slot)
             if self.wants_all:
@@ -71,6 +73,13 @@ class Loose:
                 grad, name=name, op=op, process_set=self._plan.process_set
             )
             self._flying.append((slot, handle, None))
+
+    def _op_of(self, slot: Slot) -> ReduceOp:
+        self._plan.choose(slot)
+        param = slot.param
+        dtype, count = dtype_name(param.dtype), param.numel()
+        info = BucketInfo(self._name_of(slot), 0, dtype, count, count * param.element_size())
+        return self._plan.exchange_of(slot, info).op
 
     def _name_of(self, slot: Slot) -> str:
         return f"{self._plan.prefix}.{slot.name}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from bagua.algorithms import Exchange
+from bagua.common.errors import BaguaError
 from bagua.common.kinds import Urgency
 from bagua.common.process_set import ProcessSet
 from bagua.torch.arrays import is_on_device
@@ -25,6 +27,7 @@ class LowRankBucket(Bucket):
     """
 
     transforms = True
+    replicated = True
 
     def _prepare(self, exchange: Exchange, process_set: ProcessSet) -> None:
         self.own_residuals = 2
@@ -76,6 +79,16 @@ class LowRankBucket(Bucket):
             return
         self.handle = None
         self._tall.land()
+        try:
+            self._project()
+        except Exception as error:
+            with contextlib.suppress(BaguaError):  # the others wait for Q
+                self._wide.refuse(f"{type(error).__name__} on this rank: {error}")
+            raise
+        self._wide.launch(Urgency.WAITED)
+        self.handle = self._wide
+
+    def _project(self) -> None:
         parts = zip(self._wholes, self._tall.views, self._bases, self._wide.views)
         for whole, tall, basis, wide in parts:
             # A NaN or an Inf must be seen by who scales losses, and LAPACK does not like it.
@@ -86,8 +99,6 @@ class LowRankBucket(Bucket):
             else:
                 basis.copy_(torch.linalg.qr(tall.T)[0].T if finite else tall * torch.nan)
             torch.matmul(basis, whole, out=wide)
-        self._wide.launch(Urgency.WAITED)
-        self.handle = self._wide
 
     @torch.no_grad()
     def _wait(self) -> None:

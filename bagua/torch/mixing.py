@@ -64,7 +64,7 @@ class Mixing(BetweenSteps):
     def _finish(self) -> None:
         untouched = self._versions == self._count_versions()
         self._under_way, self._mixed = False, True
-        self._rounds += 1  # what a checkpoint finds under way begins once more
+        self.rounds += 1  # what a checkpoint finds under way begins once more
         if self._settles_early():
             for piece in self._pieces:
                 piece.land_values()
@@ -92,10 +92,8 @@ class Mixing(BetweenSteps):
 
     def _settles_early(self) -> bool:
         """Whether this rank alone encodes its values, and so has its new ones at once."""
-        if not self._exchange.mirrors:
-            return False
-        anywhere = world().engine.exchanges_anywhere(self._process_set._id())
-        return not self._exchange.hierarchical or anywhere
+        alone = world().encodes_alone(self._exchange.hierarchical, self._process_set)
+        return bool(self._exchange.mirrors) and alone
 
     def _piece_nbytes(self) -> float:
         # The next piece would wait for the neighbors of this one.

@@ -17,7 +17,7 @@ from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.operations import Operations
 from bagua.common.process_set import ProcessSet, global_process_set
 from bagua.common.requests import reduce_op
-from bagua.torch import autograd, sparse
+from bagua.torch import autograd, joined, sparse
 from bagua.torch.arrays import TorchArrays
 from bagua.torch.compression import Compression, checked
 
@@ -197,7 +197,9 @@ def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
 
     Returns the last rank that did. `device` is there for Horovod's sake and not needed.
     """
-    return world.join(process_set)
+    last = world.join(process_set)
+    joined.meet(process_set)
+    return last
 
 
 _operations = TorchOperations(TorchArrays())

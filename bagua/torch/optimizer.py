@@ -14,7 +14,7 @@ from bagua.common.kinds import ReduceOp
 from bagua.common.process_set import ProcessSet, checked, global_process_set
 from bagua.common.requests import reduce_op
 from bagua.common.world import world
-from bagua.torch import capture, choice, kept, safety
+from bagua.torch import capture, choice, joined, kept, safety
 from bagua.torch.background import Background
 from bagua.torch.between_steps import BetweenSteps
 from bagua.torch.bucket_plan import fold_of
@@ -39,6 +39,8 @@ from bagua.torch.wrapped import Wrapped
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
 
+Progress = tuple[int, int, int]
+Place = tuple[Progress, str]
 Driver = Union[Gradients, BetweenSteps]
 
 
@@ -109,6 +111,7 @@ class DistributedOptimizer(Wrapped):
             choice.tell_what_is_overruled(algorithm, self._algorithm, self._process_set)
         choice.tell_what_is_exact(self._algorithm, self._process_set)
         self._driver: Driver = self._driver_of(self._algorithm.at(0))
+        joined.note(self)
         self.set_backward_passes_per_step(backward_passes_per_step)
 
     # ---- training ------------------------------------------------------------------------------
@@ -122,7 +125,8 @@ class DistributedOptimizer(Wrapped):
         else:
             if not self._skip_synchronize:
                 self.synchronize()
-            if not self.skips and self.unscaled(self):
+            usable = self.unscaled(self)  # an overflow counts, also where gradients are left out
+            if usable and not self.skips:
                 loss = self.inner.step()
         self.stepped()
         return loss
@@ -373,19 +377,45 @@ class DistributedOptimizer(Wrapped):
         self._driver.load_state(None if self._loaded else own["kept"], self._step)
 
     @property
-    def progress(self) -> tuple[int, int]:
-        """Steps so far, and the step from which the algorithm counts."""
-        return self._step, self._since
+    def progress(self) -> Progress:
+        """Steps so far, the step from which the algorithm counts, and exchanges of weights."""
+        return self._step, self._since, self._driver.rounds
 
     @property
     def state_due(self) -> bool:
         """Whether this rank expects all to agree on what they have loaded."""
         return self._driver.state_due
 
-    def go_to(self, progress: tuple[int, int], state_due: bool) -> None:
+    def go_to(self, progress: Progress, state_due: bool) -> None:
         """As all ranks do."""
-        self._step, self._since = progress
-        self._driver.go_to(self._step, state_due)
+        self._step, self._since, rounds = progress
+        self._replicas.go_to(self._step)
+        self._driver.go_to(self._step, rounds, state_due)
+
+    def place(self, process_set: ProcessSet) -> tuple[int, Place] | None:
+        """The number of this optimizer, and where this rank is with it.
+
+        None if it is of other ranks, or each goes at its own pace.
+        """
+        apart = self._algorithm.when == "background" or self._standing.withdrawn
+        if apart or self._process_set.process_set_id != process_set.process_set_id:
+            return None
+        return self._standing.number, (self.progress, repr((self.algorithm, self._driver.place)))
+
+    @in_one_piece
+    def meet(self, places: Sequence[Place]) -> None:
+        """By rank, after a join: all go on where the first one is, and agree anew if they must."""
+        progress = max(progress for progress, _ in places)
+        if len({where for _, where in places}) == 1:
+            return self.go_to(progress, self.state_due)
+        self._driver.close()
+        self._standing = Standing(self._process_set)
+        self._step, self._since, _ = progress
+        self._change_to(self._algorithm.at(self._step - self._since))
+        self._replicas.go_to(self._step)
+        if isinstance(self._driver, BetweenSteps):
+            first = [at for at, _ in places].index(progress)
+            self._driver.begin_from(self._process_set.ranks[first])
 
     @in_one_piece
     def add_param_group(self, param_group: Any) -> None:

@@ -24,6 +24,11 @@ class Outer(BetweenSteps):
     _skipped = "the round is undone on all ranks"
     _launched = False
 
+    @property
+    def place(self) -> object:
+        """What is common came of all rounds."""
+        return super().place, self.rounds
+
     def equal_now(self) -> bool:
         return self._exchange.when == "step" and self._due()
 
@@ -41,7 +46,7 @@ class Outer(BetweenSteps):
         super().stepped()
         if not self._due():
             return
-        self._rounds += 1
+        self.rounds += 1
         if self._is_spoilt():
             self._undo_round()
         elif self._exchange.when == "forward":

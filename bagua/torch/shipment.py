@@ -86,9 +86,9 @@ class Shipment:
                 wait()
             except Exception as error:
                 errors.append(error)
-        # An error of ours is everybody's, who look no further.
-        alone = not any(isinstance(error, BaguaError) for error in errors)
-        found = self._not_finite() if alone else ""
+        # An error of ours is everybody's, and so is one of a launch: nobody looks further.
+        shared = self._error is not None or any(isinstance(e, BaguaError) for e in errors)
+        found = "" if shared else self._not_finite()
         if errors:
             raise_first(errors)
         return found

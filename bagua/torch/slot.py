@@ -34,6 +34,7 @@ class Slot:
         "number",
         "param",
         "residuals",
+        "twice",
         "view",
     )
 
@@ -51,6 +52,7 @@ class Slot:
         # What encoding has lost of this rank's values, and of the means that it encodes; or what
         # the bucket keeps instead.
         self.residuals: list[torch.Tensor] = []
+        self.twice = False  # one backward pass has contributed to it more than once
         self.made_dense = False  # if its gradient is sparse
         self.may_be_sparse = False  # then its gradient is none of the bucket's business
 

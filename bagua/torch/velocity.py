@@ -16,7 +16,7 @@ class VelocityBucket(Bucket):
 
     Of each slot u is kept in front of what the engine keeps. Where all of a value has travelled, u
     begins anew: it would be out of date. Ranks that share a machine, if that is exact, do not know
-    what has travelled, and keep u.
+    what has travelled of theirs, and keep u.
     """
 
     transforms = True
@@ -24,7 +24,7 @@ class VelocityBucket(Bucket):
     def _prepare(self, exchange: Exchange, process_set: ProcessSet) -> None:
         self._momentum = exchange.momentum_correction
         whole = exchange.codec == "topk" and exchange.values == "raw"
-        encodes = not exchange.hierarchical or world().engine.exchanges_anywhere(process_set._id())
+        encodes = world().encodes_alone(exchange.hierarchical, process_set)
         self._sees_what_went = whole and encodes and process_set.size() > 1
         self._moved: list[torch.Tensor] = []  # what u becomes when this exchange is delivered
         for slot in self.slots:

@@ -10,9 +10,13 @@
 namespace bagua {
 namespace {
 
+const Kernels* find_kernels(const Coding& coding) {
+  return coding.codec->sparse ? topk_kernels(coding.values->name)
+                              : value_kernels(coding.codec->name);
+}
+
 const Kernels& kernels_of(const Coding& coding) {
-  const Kernels* found =
-      coding.codec->sparse ? topk_kernels(coding.values->name) : value_kernels(coding.codec->name);
+  const Kernels* found = find_kernels(coding);
   if (!found) throw InternalError(std::string("no kernels for ") + coding.codec->name);
   return *found;
 }
@@ -32,6 +36,11 @@ void check_place(const Coding& coding, const char* wire) {
 }
 
 }  // namespace
+
+bool gpu_codes(const Coding& coding) {
+  const bool built = value_kernels("raw") != nullptr;
+  return !built || find_kernels(coding);
+}
 
 void gpu_encode(const Coding& coding, const float* in, float* residual, int64_t count, char* wire,
                 Device& device, Device::Stream stream) {

@@ -81,6 +81,10 @@ class Bucket {
   // The last launch and their number, which who was interrupted may not know.
   HandlePtr last_launch() const { return last_; }
   int64_t launch_count() const { return launch_count_; }
+  // Whether values changed after a launch, so that the next is another one of the same pass. It
+  // never meets a first one of another rank, which is an error on both.
+  void set_again(bool again) { description_.again = again; }
+  bool again() const { return description_.again; }
   // Does not take part this time: throws a UsageError, here and on the ranks that launch.
   void refuse(const std::string& problem);
 

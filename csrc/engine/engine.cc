@@ -83,7 +83,11 @@ std::shared_ptr<char> Engine::allocate(size_t nbytes) {
   return memory;
 }
 
-size_t Engine::node_count(int32_t set) { return bagua::node_count(*transport_, ranks_of(set)); }
+std::vector<int> Engine::nodes_of(int32_t set) {
+  std::vector<int> nodes;
+  for (const int rank : ranks_of(set)) nodes.push_back(transport_->node_of(rank));
+  return nodes;
+}
 
 // Nodes of several ranks each work in memory that all of the node see, while they send.
 bool Engine::exchanges_anywhere(int32_t set) {

@@ -74,7 +74,8 @@ class Engine {
   // Whether an allreduce of this process set takes as long for memory that only this process sees.
   bool exchanges_anywhere(int32_t set);
   // How many machines its ranks are on; those that share no memory count as a machine each.
-  size_t node_count(int32_t set);
+  // A number for each member, which those that share memory have in common.
+  std::vector<int> nodes_of(int32_t set);
 
   // Ranks of a process set; throws UsageError when there is none or this rank is not in it.
   std::vector<int> ranks_of(int32_t set);
@@ -159,6 +160,7 @@ class Engine {
                          const Workbench& bench);
   void tell_choice(const Collective& row, const Job& job);
   RequestPtr stand_in(const Set& set, const Entry& entry);
+  void count_past(int32_t id, uint64_t seq);
   void run_special(Request& request);
   void finish_join(int32_t id, int last_joined);
   void announce(const std::vector<RequestPtr>& requests);

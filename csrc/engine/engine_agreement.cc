@@ -135,6 +135,7 @@ void Engine::apply(const Decision& decision) {
   }
   for (const auto& rejection : decision.rejections) {
     const auto& meant = rejection.ranks;
+    if (set.joining && rejection.key.seq > 0) count_past(decision.set, rejection.key.seq);
     if (std::find(meant.begin(), meant.end(), rank_) == meant.end()) continue;
     if (stopping_now_) continue;  // it hears that it was this rank that left
     const auto known = set.by_name.find(rejection.key.name);

@@ -30,7 +30,10 @@ void Engine::run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed,
       throw InternalError("the ranks agreed on '" + entry.name + "' (" +
                           kind_name(entry.description.kind) + "), which rank " +
                           std::to_string(rank_) + " has not asked for");
-    if (!request) request = stand_in(set, entry);
+    if (!request) {
+      request = stand_in(set, entry);
+      count_past(id, item.seq);
+    }
     request->round = entry.rounds++;
     requests.push_back(request);
     candidates.push_back({&entry.description, entry.nbytes});
@@ -173,6 +176,13 @@ RequestPtr Engine::stand_in(const Set& set, const Entry& entry) {
   return request;
 }
 
+// Of unnamed requests of the others: should its join fail, a rank goes on where they are.
+void Engine::count_past(int32_t id, uint64_t seq) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  uint64_t& next = doors_[id].next_seq;
+  next = std::max(next, seq + 1);
+}
+
 void Engine::run_special(Request& request) {
   const Description& d = request.description;
   if (d.kind == OpKind::kAddProcessSet) {
@@ -194,7 +204,7 @@ void Engine::run_special(Request& request) {
 void Engine::finish_join(int32_t id, int last_joined) {
   Set& set = sets_.at(id);
   {
-    // Ranks that joined early have made fewer unnamed requests: all start again together.
+    // Ranks that joined early may have heard of fewer unnamed requests: all start again together.
     std::lock_guard<std::mutex> lock(mutex_);
     doors_[id].next_seq = 1;
   }

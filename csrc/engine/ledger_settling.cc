@@ -160,9 +160,13 @@ void Ledger::agree(int32_t set, const Key& key, const std::string& bytes) {
   auto& index = named ? s.by_name : s.by_bytes;
   const std::string& known_as = named ? key.name : bytes;
   if (index.size() >= (named ? kMaxNames : kMaxUnnamed) && index.count(known_as) == 0) {
-    decision(set).definitions.push_back({Decision::kForgotten, key.name, bytes});
-    decision(set).agreed.push_back({Decision::kForgotten, key.seq});
-    return apply(set, Description::decode(bytes));
+    const Description description = Description::decode(bytes);
+    // Rounds are counted of what has peers, and what gives way waits, under the number of an entry.
+    if (description.peers.empty() && !description.background) {
+      decision(set).definitions.push_back({Decision::kForgotten, key.name, bytes});
+      decision(set).agreed.push_back({Decision::kForgotten, key.seq});
+      return apply(set, description);
+    }
   }
   const auto [it, fresh] = index.try_emplace(known_as, static_cast<int32_t>(s.entries.size()));
   const int32_t id = it->second;

@@ -37,7 +37,8 @@ struct Parts {
 }  // namespace
 
 bool can_code_on_device(const std::string& codec, DType dtype) {
-  return float_like(dtype) && !parse_coding(codec).codec->sparse;
+  const Coding coding = parse_coding(codec);
+  return float_like(dtype) && !coding.codec->sparse && gpu_codes(coding);
 }
 
 void allreduce_coded(const OnDevice& on, const Job& job) {

@@ -57,9 +57,9 @@ Difference layout_difference(const Description& here, const Description& there) 
 template <class D>
 auto fields_of(D& d) {
   auto& [kind, on_device, captured, registered, op, root, prescale, postscale, priority, codec,
-         peers, background, exact_in_nodes, layout] = d;
+         peers, background, exact_in_nodes, again, layout] = d;
   return std::tie(kind, on_device, captured, registered, op, root, prescale, postscale, priority,
-                  codec, peers, background, exact_in_nodes, layout);
+                  codec, peers, background, exact_in_nodes, again, layout);
 }
 using Fields = decltype(fields_of(std::declval<Description&>()));
 
@@ -90,7 +90,9 @@ constexpr Words kWords[] = {{"operation"},
                             {"codec"},
                             {"peers"},
                             {"background"},
-                            {"hierarchical"}};
+                            {"hierarchical"},
+                            {"exchange", "the first one of a backward pass",
+                             "another one, since a gradient got a second contribution after it"}};
 static_assert(std::size(kWords) + 1 == std::tuple_size_v<Fields>,
               "the layout has words of its own");
 

@@ -33,6 +33,7 @@ struct Description {
   std::string peers;            // of an allreduce that is not with everyone, see parse_peers
   bool background = false;      // gives way to everything else
   bool exact_in_nodes = false;  // codec and peers count only between nodes
+  bool again = false;           // since values changed after the first launch
   // Per tensor: element type, number of dimensions, dimensions. For add_process_set: the ranks.
   std::vector<int64_t> layout;
 

@@ -188,8 +188,7 @@ PYBIND11_MODULE(_core, m) {
            py::arg("address"), py::arg("rank"), py::arg("settings"), py::arg("names"))
       .def_property_readonly("rank", &Engine::rank)
       .def_property_readonly("size", &Engine::size)
-      .def("exchanges_anywhere", &Engine::exchanges_anywhere)
-      .def("node_count", &Engine::node_count)
+      .def("nodes_of", &Engine::nodes_of)
       .def("allocate",
            [](Engine& e, int64_t nbytes) {
              if (nbytes < 0) throw UsageError("there is no memory of a negative size");
@@ -269,6 +268,7 @@ PYBIND11_MODULE(_core, m) {
                  make_handle(b.engine(), std::move(handle), Py_None));
            })
       .def_property_readonly("launch_count", &Bucket::launch_count)
+      .def_property("again", &Bucket::again, &Bucket::set_again)
       .def("count_anew", &Bucket::count_anew)
       .def("count_quietly", &Bucket::count_quietly)
       .def_static("in_an_arena",

@@ -257,5 +257,28 @@ TEST_P(EveryDriver, StallFailsAJoin) {
   });
 }
 
+// What the others asked for meanwhile, without a name, with success or without, was counted.
+TEST_P(EveryDriver, UnnamedRequestsMeetAfterAJoinThatFailed) {
+  Config strict = config();
+  strict.stall_fail_s = 0.5;
+  LoopbackWorld world(3, strict);
+  std::atomic<int> failed{0};
+  world.run([&](int rank) {
+    if (rank == 1) {
+      EXPECT_EQ(sum_of_ones(world[rank], ""), 1);
+      std::vector<float> data{1, 2, 3};
+      RequestPtr swap = request_of(OpKind::kAlltoall, "");
+      add_vector(*swap, data);
+      swap->splits = {1, 1, 1};
+      EXPECT_CONTAINS(error_of<UsageError>([&] { call(world[rank], swap); }), "joined");
+    } else {
+      EXPECT_CONTAINS(error_of<PeerError>([&] { join(world[rank]); }), "rank 1 not ready");
+    }
+    ++failed;
+    while (failed < 3) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    EXPECT_EQ(sum_of_ones(world[rank], ""), 3);
+  });
+}
+
 }  // namespace
 }  // namespace bagua

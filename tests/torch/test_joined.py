@@ -1,0 +1,150 @@
+"""Ranks train on together after some had fewer batches than others, and joined."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from bagua.algorithms import Algorithm, Decentralized, DiLoCo, LocalSGD, PowerSGD, QAdam, TopK
+from bagua.common.world import world
+
+pytestmark = pytest.mark.ranks(2, 3, 4)
+
+
+@pytest.fixture
+def setting(monkeypatch, hvd):
+    def change(**settings):
+        monkeypatch.setattr(world(), "config", dataclasses.replace(world().config, **settings))
+
+    return change
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def optimizer_of(hvd, model, algorithm):
+    if algorithm.what == "momentum":
+        return hvd.DistributedOptimizer(
+            hvd.QAdam(model.parameters(), warmup_steps=5), algorithm=algorithm
+        )
+    momentum = 0.0 if algorithm.momentum_correction else 0.9
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+    return hvd.DistributedOptimizer(sgd, model.named_parameters(), algorithm=algorithm)
+
+
+def inputs_of(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def train(model, optimizer, rank: int, steps) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(inputs_of(rank, step)).square().mean().backward()
+        optimizer.step()
+
+
+def meet(hvd, model, optimizer) -> None:
+    """As the docs say."""
+    last = hvd.join()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=last)
+
+
+def spread(hvd, model) -> float:
+    """The largest difference between ranks."""
+    flat = torch.cat([param.detach().flatten() for param in model.parameters()])
+    return float((hvd.allreduce(flat, op=hvd.Max) - hvd.allreduce(flat, op=hvd.Min)).max())
+
+
+ALGORITHMS = [
+    Algorithm(),
+    TopK(density=0.1, hierarchical=False),
+    PowerSGD(low_rank=2, warmup_steps=0),
+    QAdam(warmup_steps=5),
+    LocalSGD(every=3),
+    DiLoCo(every=3),
+    DiLoCo(every=2, when="forward"),
+    Decentralized(peers="shift_one", hierarchical=False),
+    Algorithm(codec="minmax_u8", warmup_steps=4),
+]
+
+
+@pytest.mark.parametrize("short", [0, 2], ids="the shorter ones have {} batches".format)
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_all_train_on(everyone, hvd, algorithm, short):
+    model = model_of()
+    optimizer = optimizer_of(hvd, model, algorithm)
+    for epoch in range(3):
+        longest = epoch % everyone.size  # another rank's turn each time
+        steps = 6 if everyone.me == longest else short
+        train(model, optimizer, everyone.me, range(20 * epoch, 20 * epoch + steps))
+        meet(hvd, model, optimizer)
+        assert spread(hvd, model) == 0
+        train(model, optimizer, everyone.me, range(20 * epoch + 10, 20 * epoch + 13))
+    optimizer.settle()
+    assert spread(hvd, model) == 0
+    numbers = hvd.allgather_object(optimizer.progress)
+    assert numbers == [numbers[0]] * everyone.size
+
+
+@pytest.mark.parametrize("batches", [(3, 4), (9, 10), (0, 7)], ids=str)
+def test_replicas_are_compared_at_the_same_steps_again(everyone, hvd, setting, batches):
+    setting(check_replicas_every=5)
+    model = model_of()
+    optimizer = optimizer_of(hvd, model, Algorithm())
+    train(model, optimizer, everyone.me, range(batches[everyone.me == 0]))
+    meet(hvd, model, optimizer)
+    train(model, optimizer, everyone.me, range(20, 32))
+    assert spread(hvd, model) == 0
+
+
+def test_a_rank_without_a_batch_is_where_the_others_are(everyone, hvd):
+    """Its gradients count from the next step on, exactly."""
+    model, oracle = model_of(), model_of()
+    optimizer = optimizer_of(hvd, model, Algorithm())
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.05, momentum=0.9)
+    busy = range(1, everyone.size)
+    train(model, optimizer, everyone.me, range(4 if everyone.me in busy else 0))
+    meet(hvd, model, optimizer)
+    train(model, optimizer, everyone.me, range(4, 8))
+    for step in range(8):
+        reference.zero_grad()
+        for rank in busy if step < 4 else range(everyone.size):
+            loss = oracle(inputs_of(rank, step)).square().mean()
+            (loss / everyone.size).backward()
+        reference.step()
+    for ours, right in zip(model.parameters(), oracle.parameters()):
+        torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", [Decentralized(peers="shift_one", hierarchical=False)])
+def test_what_is_laid_out_anew_later_meets_the_same_peers(everyone, hvd, algorithm):
+    model = model_of()
+    optimizer = optimizer_of(hvd, model, algorithm)
+    train(model, optimizer, everyone.me, range(4 if everyone.me == 0 else 3))
+    meet(hvd, model, optimizer)
+    model[0].weight.requires_grad_(False)
+    train(model, optimizer, everyone.me, range(10, 13))
+    optimizer.settle()
+    assert spread(hvd, model) == 0
+
+
+@pytest.mark.ranks(3, 4)  # two have no smaller set
+def test_optimizers_of_other_ranks_are_left_alone(everyone, hvd):
+    pair = hvd.add_process_set([0, 1])
+    if everyone.me in pair.ranks:
+        model = model_of()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = hvd.DistributedOptimizer(sgd, process_set=pair)
+        train(model, optimizer, everyone.me, range(2))
+    hvd.join()
+    if everyone.me in pair.ranks:
+        train(model, optimizer, everyone.me, range(2 + everyone.me))
+        assert hvd.join(process_set=pair) == 1
+        assert optimizer.progress[0] == 5
+    hvd.remove_process_set(pair)
