@@ -9,14 +9,16 @@ from numbers import Real
 from typing import Any
 
 from bagua.common.config import check_one_of, nearest
+from bagua.common.core import core
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 
-# The engine's wire formats; what they lose that rounding to a shorter float does not.
-CODECS = ("raw", "fp16", "bf16", "minmax_u8", "minmax_u4", "fp8_e4m3", "sign1", "topk")
-LOSSY = ("minmax_u8", "minmax_u4", "fp8_e4m3", "sign1", "topk")
-# Those that learn only if what they lose is added to the next step's values.
-NEED_FEEDBACK = ("sign1", "topk")
+# The engine's wire formats; those that lose what rounding to a shorter float does not; those that
+# learn only if what they lose is added to the next step's values.
+_TABLE = core.codecs()
+CODECS = tuple(name for name, _, _ in _TABLE)
+LOSSY = tuple(name for name, lossy, _ in _TABLE if lossy)
+NEED_FEEDBACK = tuple(name for name, _, needs_feedback in _TABLE if needs_feedback)
 # What can code the values that topk keeps.
 VALUE_CODECS = ("raw", "fp16", "minmax_u8")
 CHUNK = 4096  # values of which topk keeps some

@@ -3,7 +3,10 @@
 #include <pybind11/stl.h>
 
 #include <map>
+#include <string>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "collective/collective.h"
 #include "common/config.h"
@@ -154,6 +157,12 @@ PYBIND11_MODULE(_core, m) {
     new std::shared_ptr<Engine>(engine);
   });
   m.def("build_info", build_info);
+  // (name, lossy, needs feedback) of each
+  m.def("codecs", [] {
+    std::vector<std::tuple<std::string, bool, bool>> rows;
+    for (const Codec& row : codecs()) rows.emplace_back(row.name, row.lossy, row.needs_feedback);
+    return rows;
+  });
   m.def("cuda_devices", cuda_devices);
   m.def("nccl_found", nccl_found);
   m.def("nccl_memory", memory_of_nccl);

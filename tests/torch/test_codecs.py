@@ -538,20 +538,24 @@ def test_one_layout_for_all_is_no_reason_to_warn(everyone, hvd, recwarn):
     assert not [w for w in recwarn if "begins anew" in str(w.message)]
 
 
-@pytest.mark.parametrize("how", ["of another size", "of rank 0 alone", "of another step"])
+@pytest.mark.ranks(2, 3, 4)  # one has no other
+@pytest.mark.parametrize(
+    "how", ["of another size", "of other machines", "of rank 0 alone", "of another step"]
+)
 def test_a_checkpoint_that_does_not_fit_begins_anew(everyone, hvd, how):
     def change(state):
         kept = state["bagua"]["kept"]
         if how == "of another size":
             kept["identity"]["size"] = everyone.size + 1
             return state
+        if how == "of other machines":
+            kept["identity"]["machines"] = [0] * (everyone.size + 1)
+            return state
         if how == "of another step":
             kept["layout"] = (everyone.me, *kept["layout"][1:])
             return state
         return state | {"bagua": hvd.broadcast_object(state["bagua"], 0)}
 
-    if everyone.size == 1 and how != "of another size":
-        return  # one rank has no other
     with pytest.warns(UserWarning, match="begins anew"):
         model = _trained(hvd, everyone, 6, 3, change)
     _assert_equal_replicas(hvd, model)

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.testing import assert_close
+
+from bagua.common.world import world
 
 pytestmark = pytest.mark.ranks(1, 3)
 
@@ -53,7 +57,9 @@ def test_wide_floats_come_back_wide(everyone, hvd, name):
     assert_close(result, everyone.reduced(tensors, hvd.Average))
 
 
-def test_a_compressor_that_fails_on_one_rank(everyone, hvd):
+@pytest.mark.parametrize("wish", ["off", "report"])
+def test_a_compressor_that_fails_on_one_rank(everyone, hvd, monkeypatch, wish):
+    monkeypatch.setattr(world(), "config", dataclasses.replace(world().config, check_finite=wish))
     last = everyone.me == everyone.size - 1
 
     class Fails(hvd.Compressor):

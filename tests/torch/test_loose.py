@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bagua.algorithms import ByteGrad
+from bagua.algorithms import Algorithm, ByteGrad
 from bagua.common.errors import InternalError
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
@@ -50,6 +50,31 @@ class Trained:
         mine = dict(self.model.state_dict())
         for theirs in self.hvd.allgather_object(mine):
             assert all(torch.equal(theirs[name], value) for name, value in mine.items())
+
+
+@pytest.mark.parametrize("how", ["sparse", "compressor"])
+def test_takes_the_operation_of_its_own_algorithm(everyone, hvd, how):
+    class Own(hvd.Compressor):
+        compress = staticmethod(lambda tensor: (tensor, None))
+        decompress = staticmethod(lambda tensor, _: tensor)
+
+    words = nn.Embedding(20, 8, sparse=how == "sparse")
+    layer = nn.Linear(8, 4)
+    named = [("words", words.weight), ("layer", layer.weight)]
+    sums, means = Algorithm(op=hvd.Sum), Algorithm(op=hvd.Average)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([param for _, param in named], lr=1.0),
+        named,
+        algorithm={"words": sums, "layer": means},
+        compression=Own if how == "compressor" else hvd.Compression.none,
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        (words(torch.tensor([3])).sum() + layer.weight.sum()).backward()
+        grad = words.weight.grad.to_dense() if how == "sparse" else words.weight.grad
+        assert (grad[3] == everyone.size).all()
+        assert (grad[4] == 0).all()
+        assert (layer.weight.grad == 1).all()
 
 
 BY_BYTES = ByteGrad(hierarchical=False)

@@ -832,10 +832,9 @@ def test_predivide_factor(everyone, hvd):
         )
 
 
+@pytest.mark.ranks(2, 3, 4)  # one has no smaller set
 def test_process_set(everyone, hvd):
     members = [rank for rank in everyone.ranks if rank != 1]
-    if members == list(everyone.ranks):
-        return  # a world of one has no smaller set
     process_set = hvd.add_process_set(members)
     try:
         if everyone.me in members:
@@ -1061,6 +1060,10 @@ def test_a_rank_that_joins_early(everyone, hvd, never):
     hvd.barrier()
 
 
+def _contribute_once(layer, rank):
+    layer(torch.full((2, layer.in_features), 1.0 + rank)).square().mean().backward()
+
+
 def _contribute_twice(layer, rank):
     """Both parts of one backward reach the layer, the second after the first was launched."""
     from torch.utils.checkpoint import checkpoint
@@ -1076,7 +1079,7 @@ def test_a_late_contribution_to_memory_in_flight_is_refused(everyone, hvd, overl
     layer = torch.nn.Linear(60, 60)
     hvd.broadcast_parameters(layer.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
-    _contribute_twice(layer, everyone.me)
+    _contribute_once(layer, everyone.me)
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
     with pytest.raises(hvd.UsageError, match="second contribution"):
@@ -1087,20 +1090,71 @@ def test_a_late_contribution_to_memory_in_flight_is_refused(everyone, hvd, overl
     assert_same_everywhere(hvd, layer)
 
 
+@pytest.mark.parametrize("first", ["once", "twice"])
 @pytest.mark.parametrize(("width", "set_to_none"), [(20, True), (400, True), (400, False)])
-def test_a_late_contribution_elsewhere_counts(everyone, hvd, width, set_to_none):
+def test_a_late_contribution_elsewhere_counts(everyone, hvd, width, set_to_none, first):
     torch.manual_seed(0)
     layer, oracle = (torch.nn.Linear(width, width, bias=set_to_none) for _ in range(2))
     oracle.load_state_dict(layer.state_dict())
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
     reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
-    for _ in range(3):
+    # What the first pass shows is exchanged when backward is over; what comes later, once more.
+    for step in range(4):
+        contribute = _contribute_once if first == "once" and step == 0 else _contribute_twice
         optimizer.zero_grad(set_to_none=set_to_none)
-        _contribute_twice(layer, everyone.me)
+        contribute(layer, everyone.me)
         optimizer.step()
         reference.zero_grad()
         for rank in range(everyone.size):
-            _contribute_twice(oracle, rank)
+            contribute(oracle, rank)
+        for param in oracle.parameters():
+            param.grad /= everyone.size
+        reference.step()
+    assert_close(layer, oracle)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("overlap", [True], indirect=True)
+def test_a_late_contribution_on_one_rank_meets_no_other_step(everyone, hvd, overlap):
+    """Nobody knew of it in the first pass, and the others do not now: an error, on all."""
+    layer = torch.nn.Linear(60, 60)
+    hvd.broadcast_parameters(layer.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
+    _contribute_once(layer, everyone.me)
+    optimizer.step()
+    optimizer.zero_grad()
+
+    def go_on():
+        contribute = _contribute_twice if everyone.me == 0 else _contribute_once
+        for _ in range(2):  # the others have gone on when they hear of it
+            contribute(layer, everyone.me)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(hvd.UsageError, match="second contribution after it"):
+        go_on()
+    optimizer.zero_grad()
+    hvd.broadcast_parameters(layer.state_dict(), root_rank=0)
+    _contribute_once(layer, everyone.me)
+    optimizer.step()
+    assert_same_everywhere(hvd, layer)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("overlap", [True], indirect=True)
+def test_ranks_may_differ_in_how_often_they_contribute(everyone, hvd, overlap):
+    layer, oracle = torch.nn.Linear(60, 60), torch.nn.Linear(60, 60)
+    hvd.broadcast_parameters(layer.state_dict(), root_rank=0)
+    oracle.load_state_dict(layer.state_dict())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (_contribute_twice if everyone.me == 0 else _contribute_once)(layer, everyone.me)
+        optimizer.step()
+        reference.zero_grad()
+        for rank in range(everyone.size):
+            (_contribute_twice if rank == 0 else _contribute_once)(oracle, rank)
         for param in oracle.parameters():
             param.grad /= everyone.size
         reference.step()

@@ -35,6 +35,15 @@ def backward(params, rank: int, step: int) -> None:
 @pytest.mark.parametrize("warmup_steps", [0, 2])
 def test_without_a_codec_it_is_momentum(everyone, hvd, warmup_steps):
     algorithm = Algorithm(momentum_correction=0.9, warmup_steps=warmup_steps)
+    assert_momentum(everyone, hvd, algorithm)
+
+
+def test_so_it_is_on_one_machine(everyone, hvd):
+    """Where everything travels, whatever the codec."""
+    assert_momentum(everyone, hvd, TopK(momentum_correction=0.9, density=0.05))
+
+
+def assert_momentum(everyone, hvd, algorithm) -> None:
     params, optimizer = made(hvd, algorithm)
     alone = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
     sgd = torch.optim.SGD(alone, lr=0.1, momentum=0.9)

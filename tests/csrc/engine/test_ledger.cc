@@ -504,6 +504,24 @@ TEST(Ledger, RemembersOnlySoManyUnnamed) {
   EXPECT_EQ(forgotten, static_cast<int>(kMany) - (1 << 12));
 }
 
+// Rounds of peers are counted, and background work is held back, by the number of an entry.
+TEST(Ledger, RemembersWhatHasPeersAndWhatGivesWay) {
+  Book book(1);
+  Description paired = sum_of(1), patient = sum_of(2);
+  paired.peers = "shift_one:0:0";
+  patient.background = true;
+  for (uint64_t i = 1; i <= 5000; ++i) {
+    book.tell(0, full("", sum_of(static_cast<int64_t>(10 + i)), i));
+    book.take();
+  }
+  book.tell(0, full("", paired, 5001));
+  EXPECT_NE(book.take().agreed.at(0).id, Decision::kForgotten);
+  book.tell(0, full("", patient, 5002));
+  EXPECT_TRUE(book.take().agreed.empty());
+  ASSERT_TRUE(book.ledger.has_background());
+  EXPECT_NE(book.ledger.take_background().agreed.at(0).id, Decision::kForgotten);
+}
+
 TEST(Ledger, HoldsBackWhatRunsInTheBackground) {
   Book book(2);
   Description patient = sum_of(1);
