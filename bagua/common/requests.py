@@ -83,7 +83,31 @@ class Requests:
                 pairs.append((source, output(tensor, source) if output else None))
         except UsageError as problem:
             self.refuse(kind, name, process_set, str(problem))
+        except Exception as problem:  # of the library whose tensors these are
+            what = f"{type(problem).__name__} on this rank: {problem}"
+            self.refuse(kind, name, process_set, what)
         return pairs
+
+    def _op(
+        self,
+        kind: Kind,
+        name: str | None,
+        process_set: ProcessSet,
+        op: ReduceOp | int | None,
+        average: bool | None = None,
+    ) -> ReduceOp:
+        """The reduction; the others hear if it is none."""
+        try:
+            return reduce_op(op, average)
+        except UsageError as problem:
+            self.refuse(kind, name, process_set, str(problem))
+
+    def _root(self, name: str | None, process_set: ProcessSet, root_rank: Any) -> int:
+        """The rank; the others hear if it is no number."""
+        try:
+            return rank_of(root_rank)
+        except UsageError as problem:
+            self.refuse(Kind.BROADCAST, name, process_set, str(problem))
 
     def _writable(self, tensor: Any, source: Any) -> Any:
         self._arrays.check_writable(tensor)
@@ -102,7 +126,7 @@ class Requests:
         process_set: ProcessSet,
         urgency: Urgency,
     ) -> Handle:
-        op, tensors = reduce_op(op, average), list(tensors)
+        op, tensors = self._op(_ALLREDUCE, name, process_set, op, average), list(tensors)
         pairs = self._pairs(Kind.ALLREDUCE, tensors, name, process_set, self._beside)
         handle = self._submit(Kind.ALLREDUCE, pairs, name, process_set, urgency, op, scales=scales)
         return self._gives_new(handle, tensors, pairs)
@@ -119,7 +143,7 @@ class Requests:
         urgency: Urgency,
     ) -> Handle:
         if average is not None or type(op) is not ReduceOp:
-            op = reduce_op(op, average)
+            op = self._op(_ALLREDUCE, name, process_set, op, average)
         # The engine reads most tensors by itself, which is worth much when there are hundreds.
         handle = core.submit(
             world().engine,
@@ -151,10 +175,9 @@ class Requests:
         process_set: ProcessSet,
         urgency: Urgency,
     ) -> Handle:
+        root = self._root(name, process_set, root_rank)
         pairs = self._pairs(Kind.BROADCAST, tensors, name, process_set, self._beside)
-        handle = self._submit(
-            Kind.BROADCAST, pairs, name, process_set, urgency, root=rank_of(root_rank)
-        )
+        handle = self._submit(Kind.BROADCAST, pairs, name, process_set, urgency, root=root)
         return self._gives_new(handle, tensors, pairs)
 
     def _broadcast_(
@@ -165,7 +188,7 @@ class Requests:
         process_set: ProcessSet,
         urgency: Urgency,
     ) -> Handle:
-        root = rank_of(root_rank)
+        root = self._root(name, process_set, root_rank)
         return self._write_back(Kind.BROADCAST, tensors, name, process_set, urgency, root=root)
 
     def _gather(
@@ -193,6 +216,7 @@ class Requests:
         urgency: Urgency,
     ) -> Handle:
         process_set, tensors = checked(process_set), list(tensors)
+        op = self._op(Kind.REDUCESCATTER, name, process_set, op)
         nranks, me = process_set.size(), process_set.rank()
 
         def share(_: Any, source: Any) -> Any:
@@ -203,7 +227,7 @@ class Requests:
 
         pairs = self._pairs(Kind.REDUCESCATTER, tensors, name, process_set, share)
         handle = self._submit(
-            Kind.REDUCESCATTER, pairs, name, process_set, urgency, reduce_op(op), scales=scales
+            Kind.REDUCESCATTER, pairs, name, process_set, urgency, op, scales=scales
         )
         finish = self._arrays.finish
         handle.finish = lambda _: [finish(out, t) for (_, out), t in zip(pairs, tensors)]
@@ -256,6 +280,9 @@ class Requests:
         return nbytes
 
 
+_NAMED = {"AVG": ReduceOp.Average} | {known.name.upper(): known for known in ReduceOp}
+
+
 def rank_of(root_rank: Any) -> int:
     try:
         return operator.index(root_rank)
@@ -275,7 +302,12 @@ def reduce_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceO
     if op is None:
         return ReduceOp.Average
     try:
-        return ReduceOp(op)
-    except ValueError:
+        # Other libraries have other numbers, under these names.
+        if isinstance(name := getattr(op, "name", None), str):
+            return _NAMED[name.upper()]
+        if isinstance(op, bool):
+            raise ValueError
+        return ReduceOp(operator.index(op))
+    except (KeyError, TypeError, ValueError):
         names = ", ".join(known.name for known in ReduceOp)
         raise UsageError(f"op={op!r} is no reduction; give bagua.{names}") from None

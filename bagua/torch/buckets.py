@@ -231,11 +231,8 @@ class Bucket:
         if self.handle is not None and self.stale:
             self._wait()
             firsts = self._away
-            self.arena.again = True
-            try:
-                self.launch()
-            finally:
-                self.arena.again = False
+            self.arena.earlier += 1
+            self.launch()
         if self.handle is None:
             return
         self._wait()
@@ -293,10 +290,7 @@ class Bucket:
             lost.zero_()
 
     def sums_again(self) -> bool:
-        """Whether a gradient would be accumulated on top of an exchanged one that is no average.
-
-        Averaging an average changes nothing; summing a sum does.
-        """
+        """Averaging an average changes nothing; summing a sum does."""
         return not self.averages and any(slot.param.grad is not None for slot in self.slots)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from bagua.algorithms import Algorithm
 from bagua.common import numpy_ops
@@ -261,6 +262,10 @@ def checked_names(
 ) -> dict[torch.Tensor, str]:
     """A name for every parameter of the optimizer, or an error that says which is wrong."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(is_lazy(param) for param in params):
+        raise UsageError(
+            "the model has parameters without a shape yet: run it forward once before, on all ranks"
+        )
     if named_parameters is None:
         return {param: f"parameter.{i}" for i, param in enumerate(params)}
     names: dict[torch.Tensor, str] = {}

@@ -99,6 +99,7 @@ class Gradients:
         self._came: set[Slot] = set()  # in this pass, until ranks have settled on buckets
         self._task = -1  # the backward pass, as autograd counts them
         self._exchanged = False  # since the last step
+        self._exchanges = 0  # since then
         self._unshared = False  # local gradients that no exchange has seen
         self.skips = False  # the next step, since gradients are no numbers
         self.refresh()
@@ -148,14 +149,12 @@ class Gradients:
     @in_one_piece
     def decide(self, param: torch.Tensor) -> None:
         """Its gradient is there, and it may be the first or the last of something."""
-        slot = self.layout.slots.get(param)
-        if slot is None:
-            return
         if self._in_backward and self._end() is None:
             self._abandon_backward()  # the one before has raised
         if not self._in_backward:
             self._begin_backward(param)
-        if self._silent:
+        slot = self.layout.slots.get(param)
+        if slot is None or self._silent:
             return
         if self.layout.order is not None:
             self.layout.order.append(slot)
@@ -203,9 +202,10 @@ class Gradients:
                 bucket.count_quietly(False)
 
     def _begin_backward(self, param: torch.Tensor) -> None:
-        if self._exchanged and any(bucket.sums_again() for bucket in self.layout.buckets):
+        self.refresh()  # what was frozen or thawed after zero_grad() counts
+        if self._exchanged and self.layout.sums_again():
             self._look_for_zeroing(param)
-        if self._exchanged and any(bucket.sums_again() for bucket in self.layout.buckets):
+        if self._exchanged and self.layout.sums_again():
             raise UsageError(
                 "backward ran twice before step(), on top of gradients that ranks have exchanged "
                 "and that are no plain averages; use backward_passes_per_step, no_sync() or "
@@ -228,9 +228,16 @@ class Gradients:
         _by_task.setdefault(self._task, []).append(weakref.ref(self))
         if self._silent:
             return
+        self._count_exchanges()
         self._came.clear()
         for bucket in self.layout.buckets:
             bucket.count_quietly(self.layout.settled)
+
+    def _count_exchanges(self) -> None:
+        """Else one that a rank makes once more in a step would meet the others' next step."""
+        for bucket in self.layout.buckets:
+            if bucket.arena.earlier != self._exchanges:
+                bucket.arena.earlier = self._exchanges
 
     def _look_for_zeroing(self, fresh: torch.Tensor) -> None:
         """Notices a zero_grad of somebody else's, as of the model or of an optimizer unknown to us.
@@ -268,11 +275,14 @@ class Gradients:
 
     def _exchange(self) -> None:
         """Launches what is not under way, waits for everything, delivers."""
+        self._count_exchanges()
         try:
             found = self._shipment.finish()
         finally:
             self._reset()
         self._exchanged = True
+        earlier = [bucket.arena.earlier for bucket in self.layout.buckets]
+        self._exchanges = 1 + max(earlier, default=0)
         self._unshared = False
         skipped = "the step is skipped on all ranks"
         self.skips = spoils(found, self._plan.step, self._process_set, skipped)
@@ -299,6 +309,7 @@ class Gradients:
     def zeroed(self) -> None:
         """There are no gradients any more, so there are none to exchange before a step."""
         self._exchanged = self._unshared = False
+        self._exchanges = 0
         self.skips = False
         self._passes = 0
 
@@ -307,6 +318,7 @@ class Gradients:
         self._plan.step += 1
         self.skips = False
         self._exchanged = False
+        self._exchanges = 0
         self._unshared = False
         self._passes = 0
         self.layout.improve()
@@ -339,11 +351,11 @@ class Gradients:
         if not self.layout.refresh():
             return
         self._unshared = True
-        if has_all and not all(bucket.averages for bucket in self.layout.buckets):
+        if has_all and not self.layout.averages:
             raise UsageError(
                 "parameters were thawed or added between zero_grad() and step(), when ranks had "
                 "exchanged the other gradients already, which are no plain averages: do so before "
-                "zero_grad()"
+                "the optimizer's zero_grad()"
             )
 
     def named(self) -> list[tuple[str, torch.Tensor]]:

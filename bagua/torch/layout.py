@@ -86,6 +86,15 @@ class Layout:
         return self.order is None and not self.rebuild_due and not self._fresh
 
     @property
+    def averages(self) -> bool:
+        """Whether exchanging once more what has been exchanged changes nothing."""
+        return self._loose.averages and all(bucket.averages for bucket in self.buckets)
+
+    def sums_again(self) -> bool:
+        """Whether a gradient would be accumulated on top of an exchanged one that is no average."""
+        return self._loose.sums_again() or any(bucket.sums_again() for bucket in self.buckets)
+
+    @property
     def unsettled(self) -> object:
         """What ranks have yet to agree on."""
         return self.order is None, self.rebuild_due, sorted(slot.name for slot in self._fresh)

@@ -45,6 +45,15 @@ class Loose:
     def has(self, param: torch.Tensor) -> bool:
         return param in self._slots
 
+    @property
+    def averages(self) -> bool:
+        return all(self._op_of(slot) == ReduceOp.Average for slot in self._slots.values())
+
+    def sums_again(self) -> bool:
+        return any(slot.param.grad is not None for slot in self._slots.values()) and (
+            not self.averages
+        )
+
     def launch(self, watch: Watch | None) -> None:
         if watch is not None and self._slots:
             watch("alone", [(slot.name, slot.param) for slot in self._slots.values()])

@@ -13,10 +13,9 @@ import torch
 
 from bagua.common import world
 from bagua.common.handle import Handle, poll, synchronize
-from bagua.common.kinds import ReduceOp, Urgency
+from bagua.common.kinds import Kind, ReduceOp, Urgency
 from bagua.common.operations import Operations
 from bagua.common.process_set import ProcessSet, global_process_set
-from bagua.common.requests import reduce_op
 from bagua.torch import autograd, joined, sparse
 from bagua.torch.arrays import TorchArrays
 from bagua.torch.compression import Compression, checked
@@ -60,7 +59,7 @@ class TorchOperations(Operations):
         process_set: ProcessSet = global_process_set,
     ) -> list[Any]:
         """The reductions of several tensors, exchanged as one request. Differentiable."""
-        op = reduce_op(op, average)
+        op = self._op(Kind.ALLREDUCE, name, process_set, op, average)
         wire, ctxs = _compressed(compression, tensors)
         scales = (prescale_factor, postscale_factor)
         if _tracked(*wire):
@@ -156,7 +155,7 @@ class TorchOperations(Operations):
         postscale_factor: float = 1.0,
     ) -> list[Any]:
         """`reducescatter` of several tensors, exchanged as one request. Differentiable."""
-        op = reduce_op(op)
+        op = self._op(Kind.REDUCESCATTER, name, process_set, op)
         scales = (prescale_factor, postscale_factor)
         wire, ctxs = _compressed(compression, tensors)
         if _tracked(*wire):

@@ -224,11 +224,14 @@ class DistributedOptimizer(Wrapped):
         wanted = self._checked(algorithm)
         if wanted.at(0).what in ("grad", "momentum") and self.unscales:
             self._scaling.refuse_different(self._standing.name("overflows"), self._process_set)
-        self._algorithm = wanted
+        before = self._algorithm, self._since, self._resting
+        self._algorithm, self._since, self._resting = wanted, self._step, False
+        try:
+            self._catch_up()
+        except UsageError:
+            self._algorithm, self._since, self._resting = before
+            raise
         choice.tell_what_is_exact(self._algorithm, self._process_set)
-        self._since = self._step
-        self._resting = False
-        self._catch_up()
 
     @in_one_piece
     def settle(self) -> None:
@@ -317,7 +320,11 @@ class DistributedOptimizer(Wrapped):
             else:
                 now.settle()
             now.close()
-            self._change_to(wanted)
+            try:
+                self._change_to(wanted)
+            except UsageError:  # on all ranks, who go on as before
+                self._change_to(now.algorithm)
+                raise
         if self._loaded is not None:
             self._driver.load_state(self._loaded, self._step)
             self._loaded = None

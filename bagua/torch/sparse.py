@@ -15,7 +15,7 @@ def sparse_allreduce_async(
     ops: Any, tensor: Any, name: str | None, op: ReduceOp | None, process_set: ProcessSet
 ) -> Handle:
     """Gathers everyone's entries; equal indices are summed when the result is coalesced."""
-    op = Average if op is None else ReduceOp(op)
+    op = ops._op(Kind.ALLGATHER, name, process_set, op)
     if op not in (Average, Sum):
         ops.refuse(Kind.ALLGATHER, name, process_set, f"op must be Average or Sum, not {op.name}")
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
@@ -35,10 +35,15 @@ def sparse_allreduce_async(
 
     def finish(done: Any) -> Any:
         indices, values, *_ = gathered(done)
-        if op == Average:
-            rounding = None if values.is_floating_point() or values.is_complex() else "trunc"
-            values = values.div(process_set.size(), rounding_mode=rounding)
-        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape)
+        exact = not (values.is_floating_point() or values.is_complex())
+        if op == Average and not exact:
+            values = values / process_set.size()
+        result = torch.sparse_coo_tensor(indices.t(), values, tensor.shape)
+        if op == Average and exact:  # of the sum, as of dense tensors
+            result = result.coalesce()
+            values = result.values().div(process_set.size(), rounding_mode="trunc")
+            result = torch.sparse_coo_tensor(result.indices(), values, tensor.shape)
+        return result
 
     gathering.finish = finish
     return gathering

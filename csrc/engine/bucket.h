@@ -81,10 +81,10 @@ class Bucket {
   // The last launch and their number, which who was interrupted may not know.
   HandlePtr last_launch() const { return last_; }
   int64_t launch_count() const { return launch_count_; }
-  // Whether values changed after a launch, so that the next is another one of the same pass. It
-  // never meets a first one of another rank, which is an error on both.
-  void set_again(bool again) { description_.again = again; }
-  bool again() const { return description_.again; }
+  // Of this step. A later exchange never meets the first one of another rank's next step: that is
+  // an error on both.
+  void set_earlier(int32_t count) { description_.earlier = count; }
+  int32_t earlier() const { return description_.earlier; }
   // Does not take part this time: throws a UsageError, here and on the ranks that launch.
   void refuse(const std::string& problem);
 

@@ -57,9 +57,9 @@ Difference layout_difference(const Description& here, const Description& there) 
 template <class D>
 auto fields_of(D& d) {
   auto& [kind, on_device, captured, registered, op, root, prescale, postscale, priority, codec,
-         peers, background, exact_in_nodes, again, layout] = d;
+         peers, background, exact_in_nodes, earlier, layout] = d;
   return std::tie(kind, on_device, captured, registered, op, root, prescale, postscale, priority,
-                  codec, peers, background, exact_in_nodes, again, layout);
+                  codec, peers, background, exact_in_nodes, earlier, layout);
 }
 using Fields = decltype(fields_of(std::declval<Description&>()));
 
@@ -91,8 +91,7 @@ constexpr Words kWords[] = {{"operation"},
                             {"peers"},
                             {"background"},
                             {"hierarchical"},
-                            {"exchange", "the first one of a backward pass",
-                             "another one, since a gradient got a second contribution after it"}};
+                            {"the number of earlier exchanges in this step"}};
 static_assert(std::size(kWords) + 1 == std::tuple_size_v<Fields>,
               "the layout has words of its own");
 

@@ -277,7 +277,7 @@ PYBIND11_MODULE(_core, m) {
                  make_handle(b.engine(), std::move(handle), Py_None));
            })
       .def_property_readonly("launch_count", &Bucket::launch_count)
-      .def_property("again", &Bucket::again, &Bucket::set_again)
+      .def_property("earlier", &Bucket::earlier, &Bucket::set_earlier)
       .def("count_anew", &Bucket::count_anew)
       .def("count_quietly", &Bucket::count_quietly)
       .def_static("in_an_arena",

@@ -33,12 +33,15 @@ void place(Request& request, int number) {
   }
 }
 
-// Of a root that cannot be they hear, too.
-void choose_root(Request& request, PyObject* root) {
+// What cannot be read they hear of, too.
+template <class F>
+void choose(Request& request, const char* what, F&& read) {
   try {
-    request.description.root = as_number(root, "root");
+    read();
   } catch (const UsageError& error) {
     request.refusal = error.what();
+  } catch (const py::error_already_set& error) {
+    request.refusal = std::string(what) + ": " + std::string(py::str(error.value()));
   }
 }
 
@@ -107,11 +110,11 @@ PyObject* submit(PyObject*, PyObject* const* args, Py_ssize_t count) {
     d.kind = static_cast<OpKind>(as_int(args[1]));
     request->name = as_string(args[2]);
     d.op = static_cast<ReduceOp>(as_int(args[4]));
-    choose_root(*request, args[5]);
-    d.prescale = as_double(args[6]);
-    d.postscale = as_double(args[7]);
     request->set = as_number(args[8], "process set");
-    request->splits = as_ints(args[9]);
+    choose(*request, "root_rank", [&] { d.root = as_number(args[5], "root"); });
+    choose(*request, "prescale_factor", [&] { d.prescale = as_double(args[6]); });
+    choose(*request, "postscale_factor", [&] { d.postscale = as_double(args[7]); });
+    choose(*request, "splits", [&] { request->splits = as_ints(args[9]); });
     if (!add_tensors(*request, args[3])) return new_ref(Py_None);
     if (d.kind == OpKind::kAddProcessSet) d.layout = request->splits;
     d.on_device =

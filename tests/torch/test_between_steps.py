@@ -780,6 +780,23 @@ def test_ranks_change_at_the_same_step(everyone, hvd):
         assert optimizer.algorithm == LocalSGD(every=4)
 
 
+def test_an_algorithm_that_is_refused_changes_nothing(everyone, hvd):
+    param = nn.Parameter(torch.ones(5, dtype=torch.float64))
+    sgd = torch.optim.SGD([param], lr=0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, algorithm=LocalSGD(every=2))
+    for step in range(6):
+        if step == 3:
+            with pytest.raises(hvd.UsageError, match="32 and 16 bits"):
+                optimizer.set_algorithm("low_precision_decentralized")
+            assert optimizer.algorithm == LocalSGD(every=2)
+        optimizer.zero_grad()
+        (param * everyone.me).sum().backward()
+        optimizer.step()
+    optimizer.set_algorithm("gradient_allreduce")
+    right = torch.full_like(param, 1 - 0.6 * (everyone.size - 1) / 2)
+    torch.testing.assert_close(param.detach(), right.detach())
+
+
 def test_weights_changed_while_they_travel(everyone, hvd):
     replica = Replica(everyone.me, "sgd")
     optimizer = hvd.DistributedOptimizer(replica.optimizer, algorithm="decentralized")

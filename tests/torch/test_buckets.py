@@ -14,7 +14,7 @@ from torch import nn
 
 from bagua.common.world import world
 from bagua.torch.arrays import is_on_device
-from bagua.torch.buckets import _Claims
+from bagua.torch.claims import _Claims
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 # What users do with gradients that they have got, and what torch does when a model is converted.

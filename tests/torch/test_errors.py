@@ -138,6 +138,54 @@ def test_what_is_refused_on_one_rank_is_told_to_the_others(everyone, hvd):
     still_works(hvd, "splits")
 
 
+UNREADABLE = {
+    "op": lambda hvd: hvd.allreduce(torch.ones(3), op=77),
+    "op in place": lambda hvd: hvd.allreduce_(torch.ones(3), op="most"),
+    "prescale_factor": lambda hvd: hvd.allreduce(torch.ones(3), prescale_factor="x"),
+    "root_rank": lambda hvd: hvd.broadcast(torch.ones(3), None),
+    "op of rows": lambda hvd: hvd.reducescatter(torch.ones(8), op=77),
+    "nested": lambda hvd: hvd.allreduce(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+@pytest.mark.parametrize("call", UNREADABLE.values(), ids=UNREADABLE)
+def test_arguments_of_one_rank_that_cannot_be_read(everyone, hvd, call):
+    """The others hear of it, so that requests without a name go on meeting each other."""
+    if everyone.me > 0:
+        call = {
+            UNREADABLE["root_rank"]: lambda hvd: hvd.broadcast(torch.ones(3), 0),
+            UNREADABLE["op of rows"]: lambda hvd: hvd.reducescatter(torch.ones(8)),
+        }.get(call, lambda hvd: hvd.allreduce(torch.ones(3)))
+    with pytest.raises(hvd.UsageError):
+        call(hvd)
+    for value in range(3):
+        assert hvd.allreduce(torch.tensor([float(value)])).item() == value
+
+
+def test_reductions_of_other_libraries_are_taken_by_their_meaning(everyone, hvd):
+    import torch.distributed as dist
+
+    import bagua.torch_api
+
+    mine, size = torch.tensor([2.0 + everyone.me]), everyone.size
+    everything = [2.0 + rank for rank in range(size)]
+    right = {
+        "SUM": sum(everything),
+        "AVG": sum(everything) / size,
+        "MIN": min(everything),
+        "MAX": max(everything),
+        "PRODUCT": float(torch.tensor(everything).prod()),
+    }
+    for ops in (dist.ReduceOp, bagua.torch_api.ReduceOp):
+        for name, value in right.items():
+            assert hvd.allreduce(mine, op=getattr(ops, name)).item() == pytest.approx(value)
+        with pytest.raises(hvd.UsageError, match="no reduction"):
+            hvd.allreduce(mine, op=ops.BOR)
+    with pytest.raises(hvd.UsageError, match="no reduction"):
+        hvd.allreduce(mine, op=True)
+
+
 @pytest.mark.parametrize("splits", [[1], [-1, 4, 1], [2, 2, 2, 2, 2]])
 def test_splits_that_do_not_fit(everyone, hvd, splits):
     with pytest.raises(ValueError, match="splits"):

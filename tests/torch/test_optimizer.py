@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from bagua.algorithms import TopK
 from bagua.common.world import world
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
@@ -435,12 +436,25 @@ def test_thawed_after_zero_grad(everyone, hvd):
     assert_close(model, oracle)
 
 
-def test_thawed_after_zero_grad_where_sums_would_be_summed_again(everyone, hvd):
+def test_thawed_after_zero_grad_where_gradients_are_summed(everyone, hvd):
     always, thawed = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(5), requires_grad=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([always, thawed], lr=1.0), op=hvd.Sum)
     optimizer.zero_grad()
     thawed.requires_grad_(True)
     (always.sum() + (thawed.sum() if everyone.me == 0 else 0)).backward()
+    optimizer.step()
+    assert (always == -everyone.size).all()
+    assert (thawed == -1).all()
+
+
+def test_thawed_after_backward_where_sums_would_be_summed_again(everyone, hvd):
+    always, thawed = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(5), requires_grad=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([always, thawed], lr=1.0), op=hvd.Sum)
+    optimizer.zero_grad()
+    always.sum().backward()
+    thawed.requires_grad_(True)
+    if everyone.me == 0:
+        thawed.grad = torch.ones(5)
     with pytest.raises(hvd.UsageError, match=r"thawed or added between zero_grad\(\) and step\(\)"):
         optimizer.step()
     for step in range(2):
@@ -1131,7 +1145,7 @@ def test_a_late_contribution_on_one_rank_meets_no_other_step(everyone, hvd, over
             optimizer.step()
             optimizer.zero_grad()
 
-    with pytest.raises(hvd.UsageError, match="second contribution after it"):
+    with pytest.raises(hvd.UsageError, match="earlier exchanges in this step"):
         go_on()
     optimizer.zero_grad()
     hvd.broadcast_parameters(layer.state_dict(), root_rank=0)
@@ -1159,3 +1173,84 @@ def test_ranks_may_differ_in_how_often_they_contribute(everyone, hvd, overlap):
             param.grad /= everyone.size
         reference.step()
     assert_close(layer, oracle)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_pass_that_one_rank_has_more_meets_no_other_step(everyone, hvd):
+    model, other = mlp(), torch.nn.Linear(6, 3)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs, targets = next(iter(batches(everyone, 1)))
+
+    def step(more: bool) -> None:
+        optimizer.zero_grad()
+        loss_of(model, inputs, targets).backward()
+        loss_of(model if more else other, inputs, targets).backward()
+        optimizer.step()
+
+    def go_on() -> None:
+        for _ in range(2):
+            step(more=everyone.me == 0)
+
+    step(more=True)
+    with pytest.raises(hvd.UsageError, match="earlier exchanges in this step"):
+        go_on()
+    step(more=True)  # as often on all ranks
+    hvd.barrier()
+
+
+@pytest.mark.parametrize("how", ["sparse", "compressor"])
+def test_what_travels_alone_is_not_summed_again(everyone, hvd, how):
+    class Own(hvd.Compressor):
+        compress = staticmethod(lambda tensor: (tensor, None))
+        decompress = staticmethod(lambda tensor, _: tensor)
+
+    words = nn.Embedding(20, 8, sparse=how == "sparse")
+    compression = Own if how == "compressor" else hvd.Compression.none
+    sgd = torch.optim.SGD(words.parameters(), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd, op=hvd.Sum, compression=compression)
+    words(torch.tensor([3])).sum().backward()
+    with pytest.raises(hvd.UsageError, match="backward ran twice before step"):
+        words(torch.tensor([3])).sum().backward()
+    optimizer.zero_grad()
+    words(torch.tensor([3])).sum().backward()
+    optimizer.step()
+    assert (words.weight.grad.to_dense()[3] == everyone.size).all()
+
+
+def test_a_layer_without_a_shape_is_refused(hvd):
+    with pytest.raises(hvd.UsageError, match="run it forward once"):
+        hvd.DistributedOptimizer(torch.optim.SGD(torch.nn.LazyLinear(3).parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("algorithm", [None, "fp16", "topk"])
+@pytest.mark.parametrize("thaws", [True, False])
+def test_what_is_frozen_or_thawed_after_zero_grad_counts(everyone, hvd, algorithm, thaws):
+    """As in loops that call zero_grad() last; what is clipped is everybody's gradient."""
+    model, oracle = mlp(), mlp()
+    compression = hvd.Compression.fp16 if algorithm == "fp16" else hvd.Compression.none
+    chosen = TopK(hierarchical=False, density=0.5) if algorithm == "topk" else None
+
+    def sgd(of):
+        return torch.optim.SGD(of.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+    optimizer = hvd.DistributedOptimizer(sgd(model), compression=compression, algorithm=chosen)
+    reference = sgd(oracle)
+    for of in (model, oracle):
+        of[0].weight.requires_grad_(not thaws)
+    for step, (inputs, targets) in enumerate(batches(everyone, 5)):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        if step == 2:
+            for of in (model, oracle):
+                of[0].weight.requires_grad_(thaws)
+        before = model[0].weight.detach().clone()
+        loss_of(model, mine(everyone, inputs), mine(everyone, targets)).backward()
+        loss_of(oracle, inputs, targets).backward()
+        for of in (model, oracle):
+            torch.nn.utils.clip_grad_norm_(of.parameters(), 0.05)
+        optimizer.step()
+        reference.step()
+        assert torch.equal(model[0].weight, before) == (thaws == (step < 2))
+    if algorithm is None:
+        assert_close(model, oracle)
+    assert_same_everywhere(hvd, model)
