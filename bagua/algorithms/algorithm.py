@@ -251,6 +251,14 @@ def find(algorithm: str | Algorithm) -> Algorithm:
     """The algorithm of that name with its defaults, or the object itself."""
     if isinstance(algorithm, Algorithm):
         return algorithm
+    if isinstance(algorithm, type) and issubclass(algorithm, Algorithm):
+        raise UsageError(
+            f"algorithm={algorithm.__name__} is a class; give an instance: {algorithm.__name__}()"
+        )
+    if not isinstance(algorithm, str):
+        raise UsageError(
+            f"an algorithm is a name, as 'bytegrad', or an object, as ByteGrad(), not {algorithm!r}"
+        )
     if algorithm in _REGISTRY:
         return _REGISTRY[algorithm]()
     if algorithm in CODECS:
@@ -258,5 +266,7 @@ def find(algorithm: str | Algorithm) -> Algorithm:
             f"{algorithm!r} is a codec, which algorithms combine with other choices: give "
             f"bagua.algorithms.Algorithm(codec={algorithm!r}) in the script"
         )
-    hint = nearest(str(algorithm), _REGISTRY)
+    hint = nearest(algorithm, _REGISTRY) or (
+        "; one of the script's own must be registered before DistributedOptimizer is made"
+    )
     raise UsageError(f"unknown algorithm {algorithm!r}; known: {', '.join(names())}{hint}")

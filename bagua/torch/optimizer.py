@@ -278,6 +278,7 @@ class DistributedOptimizer(Wrapped):
         settings = {**self._of_gradients, "backward_passes_per_step": self._passes}
         name, group = self._standing.name, self._process_set
         check_algorithm(found, steps, settings, names, name("algorithm"), group)
+        choice.tell_what_matches_nothing(found, names.values(), group)
         op: Any = self._of_gradients["op"]
         check_own([(of, param) for param, of in names.items()], found, op, name("own"), group)
         return found
@@ -426,7 +427,7 @@ class DistributedOptimizer(Wrapped):
         self._driver.refresh()
 
     def __repr__(self) -> str:
-        return f"Distributed{self.inner!r}"
+        return f"Distributed{self.inner!r} by {self._algorithm!r}"
 
 
 def no_sync(optimizer: DistributedOptimizer) -> Any:
