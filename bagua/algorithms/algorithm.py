@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -73,6 +75,11 @@ class Algorithm:
     exact: Sequence[str] | Callable[[str, tuple[int, ...]], bool] | None = None
     warmup_steps: int = 0  # so many first steps average gradients, exactly
     name: ClassVar[str] = ""
+
+    def __new__(cls, *_: Any, **arguments: Any) -> Algorithm:
+        _check_fields(cls)
+        check_arguments(cls, arguments)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         take_plain_numbers(self)
@@ -144,6 +151,51 @@ class Algorithm:
         return Exchange(**chosen)
 
 
+def check_arguments(cls: type, arguments: Iterable[str]) -> None:
+    """Refuses a keyword that the class does not take, and says what it takes."""
+    known = _arguments_of(cls)
+    for name in arguments:
+        if known is not None and name not in known:
+            raise UsageError(
+                f"{cls.__name__} has no argument {name}{nearest(name, known)}; it has: "
+                f"{', '.join(known) or 'none'}"
+            )
+
+
+# Both caches: some algorithms make an object in every step.
+
+
+@functools.cache
+def _arguments_of(cls: type) -> list[str] | None:
+    """The keywords that it takes; None: any."""
+    taken = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
+    if any(each.kind is each.VAR_KEYWORD for each in taken):
+        return None
+    return [each.name for each in taken]
+
+
+def _check_fields(cls: type) -> None:
+    """Refuses defaults that `__init__` does not know, for want of a decorator or an annotation."""
+    if lost := _lost_field(cls):
+        typed = f" and write a type, as in {lost[0]}: str = ..." if lost[1] else ""
+        raise UsageError(
+            f"{cls.__name__}.{lost[0]} would not count, since it is no field: put "
+            f"@dataclass(frozen=True) above the class{typed}"
+        )
+
+
+@functools.cache
+def _lost_field(cls: Any) -> tuple[str, bool] | None:
+    """One, and whether it has no type."""
+    known = {field.name: field.default for field in fields(cls)}
+    own = {name: v for name, v in vars(cls).items() if not inspect.ismemberdescriptor(v)}
+    lost = [name for name in own if name in known and own[name] is not known[name]]
+    # In Python 3.9 these may be inherited, where all of them are known.
+    annotations = own.get("__annotations__") or getattr(cls, "__annotations__", {})
+    lost += [n for n, kind in annotations.items() if n not in known and "ClassVar" not in str(kind)]
+    return (lost[0], lost[0] not in annotations) if lost else None
+
+
 def take_plain_numbers(algorithm: Any) -> None:
     """Python's in place of NumPy's: ranks compare how algorithms are written."""
     for field in fields(algorithm):
@@ -171,12 +223,24 @@ _A = TypeVar("_A", bound=type[Algorithm])
 
 
 def register(algorithm: _A) -> _A:
-    """Makes an algorithm known by its name."""
+    """Makes an algorithm known by its name, which no other class has."""
     if not algorithm.name:
         raise UsageError(f"{algorithm.__name__} needs a name to be registered")
+    _check_fields(algorithm)
+    before = _REGISTRY.get(algorithm.name, algorithm)
+    # The same class again is one that a notebook or a reload has defined anew.
+    if _place(before) != _place(algorithm):
+        raise UsageError(
+            f"the name {algorithm.name!r} is that of {_place(before)}: give {algorithm.__name__} "
+            "one of its own, name: ClassVar[str] = ..."
+        )
     algorithm.__repr__ = Algorithm.__repr__  # type: ignore[method-assign]
     _REGISTRY[algorithm.name] = algorithm
     return algorithm
+
+
+def _place(algorithm: type[Algorithm]) -> str:
+    return f"{algorithm.__module__}.{algorithm.__qualname__}"
 
 
 def names() -> list[str]:
@@ -187,6 +251,14 @@ def find(algorithm: str | Algorithm) -> Algorithm:
     """The algorithm of that name with its defaults, or the object itself."""
     if isinstance(algorithm, Algorithm):
         return algorithm
+    if isinstance(algorithm, type) and issubclass(algorithm, Algorithm):
+        raise UsageError(
+            f"algorithm={algorithm.__name__} is a class; give an instance: {algorithm.__name__}()"
+        )
+    if not isinstance(algorithm, str):
+        raise UsageError(
+            f"an algorithm is a name, as 'bytegrad', or an object, as ByteGrad(), not {algorithm!r}"
+        )
     if algorithm in _REGISTRY:
         return _REGISTRY[algorithm]()
     if algorithm in CODECS:
@@ -194,5 +266,7 @@ def find(algorithm: str | Algorithm) -> Algorithm:
             f"{algorithm!r} is a codec, which algorithms combine with other choices: give "
             f"bagua.algorithms.Algorithm(codec={algorithm!r}) in the script"
         )
-    hint = nearest(str(algorithm), _REGISTRY)
+    hint = nearest(algorithm, _REGISTRY) or (
+        "; one of the script's own must be registered before DistributedOptimizer is made"
+    )
     raise UsageError(f"unknown algorithm {algorithm!r}; known: {', '.join(names())}{hint}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -37,6 +37,11 @@ class PerParameter(Algorithm):
             if fnmatchcase(name, pattern):
                 return algorithm  # type: ignore[no-any-return]
         return Algorithm()
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """The patterns that none of these names matches."""
+        names, choice = list(names), {} if callable(self.choice) else self.choice or {}
+        return [p for p in choice if not any(fnmatchcase(name, p) for name in names)]
 
 
 def _of_gradients(algorithm: str | Algorithm) -> Algorithm:

@@ -240,7 +240,7 @@ def allowed(setting: Field[Any]) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for a misspelt name, or nothing when none is near."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {found[0]!r}?" if found else ""
 
 

@@ -75,5 +75,10 @@ class _GlobalProcessSet(ProcessSet):
     def __init__(self) -> None:
         super().__init__([])
 
+    def _id(self) -> int:
+        if self.process_set_id is None:
+            raise UsageError("bagua is not initialized; call init() first")
+        return self.process_set_id
+
 
 global_process_set: ProcessSet = _GlobalProcessSet()

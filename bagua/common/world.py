@@ -61,8 +61,9 @@ def init(
     if not _exit_hook_installed:
         _install_exit_hooks()  # first: also a failing init must not wait in MPI_Finalize
         _exit_hook_installed = True
+    if comm is None:
+        _refuse_torchrun()
     _world = World(communicator_of(comm), config)
-    _warn_of_torchrun()
     _add_missing(process_sets or ())
 
 
@@ -202,12 +203,14 @@ def join(process_set: ProcessSet = global_process_set) -> int:
     return int(here.request(Kind.JOIN, set=checked(process_set)._id()).value)
 
 
-def _warn_of_torchrun() -> None:
-    if world().size == 1 and torchrun_size() > 1:
-        print(
-            f"bagua: torchrun has started {torchrun_size()} processes, but each is a world of its "
-            "own: Bagua's ranks are started by bagua-run or mpirun",
-            file=sys.stderr,
+def _refuse_torchrun() -> None:
+    """Each process would train a model of its own, and nothing would tell."""
+    if MPI.COMM_WORLD.size == 1 and torchrun_size() > 1:
+        count = torchrun_size()
+        raise UsageError(
+            f"torchrun has started {count} processes, but it knows no MPI, and each would be a "
+            f"world of its own: start them by bagua-run -np {count} or mpirun. Where each is to "
+            "be one, say so with init(comm=mpi4py.MPI.COMM_WORLD)"
         )
 
 

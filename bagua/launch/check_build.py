@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.metadata
 import platform
@@ -40,10 +41,9 @@ def report(mpirun: str = "") -> tuple[str, bool]:
     ]
     lines += [_mpirun_item(mpirun), _mpi4py_item()]
     if build is not None and build.get("cuda", "") != "not built":
-        found = importlib.import_module("bagua._core").cuda_devices()
-        lines.append(_item("GPU", not found.startswith("no "), found))
-        nccl = importlib.import_module("bagua._core").nccl_found(library_path())
-        lines.append(_item("NCCL", not nccl.startswith("no "), nccl))
+        core = importlib.import_module("bagua._core")
+        nccl = core.nccl_found(library_path())
+        lines += _gpu_items(build["cuda"], core.cuda_devices(), nccl, _has_driver())
     for package in ("numpy", "torch"):
         version = installed(package)
         lines.append(_item(package, bool(version), version or "not installed"))
@@ -85,6 +85,28 @@ def _mpi4py_item() -> str:
         )
     first = library.strip("\0 \n").splitlines()[0].partition(", package")[0]
     return _item("mpi4py", True, f"{installed('mpi4py')} on {first}")
+
+
+def _has_driver() -> bool:
+    """NVIDIA's; of a machine without one CUDA says that it is too old."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def _gpu_items(cuda: str, devices: str, nccl: str, has_driver: bool) -> list[str]:
+    """What a build for this CUDA has found; without a GPU nothing is missing."""
+    has_gpu, has_nccl = not devices.startswith("no "), not nccl.startswith("no ")
+    if not has_gpu and not has_driver:
+        devices = "none, and no driver of NVIDIA's"
+    if not has_nccl and has_gpu:
+        extra = "cuda" if cuda.startswith("12.") else "cuda13"
+        nccl = f"{nccl.partition('; pip install')[0]}; pip install '.[{extra}]' brings one"
+    elif not has_nccl:
+        nccl = "not needed without a GPU"
+    return [_item("GPU", has_gpu, devices), _item("NCCL", has_nccl, nccl)]
 
 
 def _gpu(name: str, state: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bagua.algorithms import Algorithm, BucketInfo, Exchange
+from bagua.algorithms.answers import planned
 from bagua.common.core import core
 from bagua.common.errors import UsageError
 from bagua.common.kinds import Average
@@ -163,7 +164,7 @@ class BetweenSteps:
         dtype = dtype_name(params[0].dtype) if params else "float32"
         prefix = self.standing.name(f"weights.{self._generation}")
         info = BucketInfo(prefix, 0, dtype, count, sum(p.nbytes for p in params))
-        self._exchange = self.algorithm.plan(info, world(), self._step)
+        self._exchange = planned(self.algorithm, info, world(), self._step)
         self._pieces = pieces_of(
             prefix,
             named,

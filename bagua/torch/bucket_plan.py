@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from bagua.algorithms import Algorithm, BucketInfo, Exchange
+from bagua.algorithms.answers import of_parameter, planned
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.world import world
@@ -73,13 +74,13 @@ class Plan:
     def choose(self, slot: Slot) -> None:
         """The algorithm of this parameter, and whether it travels as it is all the same."""
         shape = tuple(slot.param.shape)
-        slot.algorithm = self.algorithm.of(slot.name, shape)
+        slot.algorithm = of_parameter(self.algorithm, slot.name, shape)
         coded = slot.param.dtype in (torch.float32, torch.float16, torch.bfloat16)
         slot.exact = not coded or slot.algorithm.keeps_exact(slot.name, shape)
 
     def exchange_of(self, slot: Slot, info: BucketInfo) -> Exchange:
         """Of a bucket, whose slots have the algorithm of this one; or of this one alone."""
-        exchange = slot.algorithm.plan(info, world(), self.step)
+        exchange = planned(slot.algorithm, info, world(), self.step)
         if slot.exact:
             exchange = replace(exchange, codec="raw", error_feedback=None, low_rank=0)
         return exchange if self.op is None else replace(exchange, op=self.op)

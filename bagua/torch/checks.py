@@ -14,6 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from bagua.algorithms import Algorithm
+from bagua.algorithms.answers import of_parameter
 from bagua.common import numpy_ops
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
@@ -100,7 +101,7 @@ def _choices(algorithm: Algorithm, names: Mapping[torch.Tensor, str]) -> dict[st
         return {}
 
     def of(name: str, shape: tuple[int, ...]) -> str:
-        one = algorithm.of(name, shape)
+        one = of_parameter(algorithm, name, shape)
         return f"{one!r}{', exactly' if one.keeps_exact(name, shape) else ''}"
 
     shared = [(name, tuple(param.shape)) for param, name in names.items() if not is_own(param)]
@@ -166,8 +167,8 @@ def check_own(
         return
 
     def sums(name: str, param: torch.Tensor) -> bool:
-        of_this = algorithm.of(name, tuple(param.shape)).op if op is None else op
-        return of_this == ReduceOp.Sum
+        of_this = of_parameter(algorithm, name, tuple(param.shape))
+        return (of_this.op if op is None else op) == ReduceOp.Sum
 
     summed = [expert for expert, param in named if is_own_of_mean(param) and sums(expert, param)]
     everyone = allgather_object(summed[:1], name, process_set)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Optional, Union
 
@@ -20,9 +20,9 @@ Choice = Union[_One, Mapping[str, _One], Callable[[str, tuple[int, ...]], Option
 
 def resolved(choice: Choice, optimizer: Any) -> Algorithm:
     """The algorithm, with what the optimizer it belongs to has been told already."""
-    if isinstance(choice, Mapping) or callable(choice):
+    if isinstance(choice, Mapping) or (callable(choice) and not isinstance(choice, type)):
         choice = PerParameter(choice)
-    found = find(choice)
+    found = find(choice)  # type: ignore[arg-type]  # which says so of a class
     warmup = getattr(optimizer, "warmup_steps", found.warmup_steps)
     if isinstance(found, QAdam) and warmup != found.warmup_steps:
         if not isinstance(choice, str):
@@ -42,6 +42,21 @@ def tell_what_is_overruled(by: Choice, chosen: Algorithm, process_set: ProcessSe
         warn(f"the script's choice, {chosen!r}, overrules the setting {wanted!r}")
 
 
+def tell_what_matches_nothing(
+    chosen: Algorithm, names: Iterable[str], process_set: ProcessSet
+) -> None:
+    if not isinstance(chosen, PerParameter) or world().rank != process_set.ranks[0]:
+        return
+    names = list(names)
+    if unmatched := chosen.unmatched(names):
+        more = ", ..." if len(names) > 3 else ""
+        warn(
+            f"algorithm= has patterns that match no parameter: {', '.join(map(repr, unmatched))}. "
+            f"Names are those of named_parameters, here {', '.join(names[:3])}{more}; what no "
+            "pattern matches is averaged exactly"
+        )
+
+
 def tell_what_is_exact(chosen: Algorithm, process_set: ProcessSet) -> None:
     """Who tries an algorithm on one machine should know that it is another one there."""
     counts = chosen.hierarchical and (chosen.codec != "raw" or chosen.peers != "all")
@@ -50,6 +65,7 @@ def tell_what_is_exact(chosen: Algorithm, process_set: ProcessSet) -> None:
     if len(set(world().nodes(process_set))) == 1:
         warn(
             f"all ranks share a machine, where {chosen.name or 'this algorithm'} is exact: its "
-            "codec and its peers count between machines. To have them here, too, give it "
-            "hierarchical=False, or let ranks exchange messages (bagua-run --transport mpi)",
+            "codec and its peers count between machines. To have them here, too, give "
+            f"algorithm={replace(chosen, hierarchical=False)!r}, or let ranks exchange messages "
+            "(bagua-run --transport mpi)",
         )

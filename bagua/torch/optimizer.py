@@ -9,6 +9,7 @@ from typing import Any, Union
 import torch
 
 from bagua.algorithms import Algorithm
+from bagua.algorithms.answers import at_step
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.process_set import ProcessSet, checked, global_process_set
@@ -110,7 +111,7 @@ class DistributedOptimizer(Wrapped):
         if algorithm is not None:
             choice.tell_what_is_overruled(algorithm, self._algorithm, self._process_set)
         choice.tell_what_is_exact(self._algorithm, self._process_set)
-        self._driver: Driver = self._driver_of(self._algorithm.at(0))
+        self._driver: Driver = self._driver_of(at_step(self._algorithm, 0))
         joined.note(self)
         self.set_backward_passes_per_step(backward_passes_per_step)
 
@@ -222,7 +223,7 @@ class DistributedOptimizer(Wrapped):
         self._catch_up()
         self._standing.check()
         wanted = self._checked(algorithm)
-        if wanted.at(0).what in ("grad", "momentum") and self.unscales:
+        if at_step(wanted, 0).what in ("grad", "momentum") and self.unscales:
             self._scaling.refuse_different(self._standing.name("overflows"), self._process_set)
         before = self._algorithm, self._since, self._resting
         self._algorithm, self._since, self._resting = wanted, self._step, False
@@ -280,6 +281,7 @@ class DistributedOptimizer(Wrapped):
         settings = {**self._of_gradients, "backward_passes_per_step": self._passes}
         name, group = self._standing.name, self._process_set
         check_algorithm(found, steps, settings, names, name("algorithm"), group)
+        choice.tell_what_matches_nothing(found, names.values(), group)
         op: Any = self._of_gradients["op"]
         check_own([(of, param) for param, of in names.items()], found, op, name("own"), group)
         return found
@@ -304,7 +306,7 @@ class DistributedOptimizer(Wrapped):
 
     def _catch_up(self) -> None:
         """Changes to the algorithm of this step."""
-        now, wanted = self._driver, self._algorithm.at(self._step - self._since)
+        now, wanted = self._driver, at_step(self._algorithm, self._step - self._since)
         if self._standing.withdrawn and self._process_set.size() == 1:
             self._standing = Standing(self._process_set)
             return self._change_to(wanted)  # nobody else is in the middle of anything
@@ -379,7 +381,7 @@ class DistributedOptimizer(Wrapped):
     def load_own_state(self, state_dict: Any) -> None:
         own = state_dict.get(kept.KEY) or {"step": self._step, "since": self._since, "kept": None}
         self._step, self._since = own["step"], own["since"]
-        wanted = self._algorithm.at(self._step - self._since)
+        wanted = at_step(self._algorithm, self._step - self._since)
         self._loaded = own["kept"] if wanted != self._driver.algorithm else None
         self._driver.load_state(None if self._loaded else own["kept"], self._step)
 
@@ -418,7 +420,7 @@ class DistributedOptimizer(Wrapped):
         self._driver.close()
         self._standing = Standing(self._process_set)
         self._step, self._since, _ = progress
-        self._change_to(self._algorithm.at(self._step - self._since))
+        self._change_to(at_step(self._algorithm, self._step - self._since))
         self._replicas.go_to(self._step)
         if isinstance(self._driver, BetweenSteps):
             first = [at for at, _ in places].index(progress)
@@ -432,7 +434,7 @@ class DistributedOptimizer(Wrapped):
         self._driver.refresh()
 
     def __repr__(self) -> str:
-        return f"Distributed{self.inner!r}"
+        return f"Distributed{self.inner!r} by {self._algorithm!r}"
 
 
 def no_sync(optimizer: DistributedOptimizer) -> Any:

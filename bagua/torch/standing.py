@@ -34,6 +34,7 @@ class Standing:
     """
 
     def __init__(self, process_set: ProcessSet) -> None:
+        process_set._id()  # refuses one that is not in use
         root = process_set.ranks[0]
         # Ranks outside a process set have not made its optimizers: one rank does the counting.
         self.number = broadcast_object(next(_numbers), root, process_set=process_set)

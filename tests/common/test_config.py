@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from bagua.common.config import RESERVED_VARIABLES, Config, variable
+from bagua.common.config import RESERVED_VARIABLES, Config, nearest, variable
 from bagua.common.errors import BaguaError, UsageError
 
 
@@ -95,6 +95,12 @@ def test_reserved_variables_are_known(monkeypatch):
     for name in RESERVED_VARIABLES:
         monkeypatch.setenv(name, "anything")
     assert Config.resolve() == Config()
+
+
+def test_names_far_off_are_not_suggested():
+    assert nearest("nofile.py", ["dist.py"]) == ""
+    assert nearest("adasum_for_large", ["async_model_average", "topk"]) == ""
+    assert nearest("low_precision", ["low_precision_decentralized"]) != ""
 
 
 def test_choices_and_texts_are_tidied():

@@ -7,11 +7,14 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from docs.document import FILES, ROOT, Block, anchors, blocks, both_sides, links, prose, tables
 
+from bagua import algorithms
+from bagua.algorithms import Algorithm, find, names
 from bagua.common.config import Config, variable
 from bagua.common.errors import UsageError
 from bagua.launch.flags import parse_command_line
@@ -174,6 +177,26 @@ def exported(path: str) -> set[str]:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return set(ast.literal_eval(node.value))
     raise AssertionError(f"{path} has no __all__")
+
+
+def test_algorithms_that_are_listed_have_these_defaults():
+    def said(kind: type) -> dict[str, str]:
+        of_all = {} if kind is Algorithm else {f.name: f.default for f in fields(Algorithm)}
+        return {
+            f.name: getattr(f.default, "name", repr(f.default)).replace("'", '"')
+            for f in fields(kind)
+            if f.name not in of_all or f.default != of_all[f.name]
+        }
+
+    rows = tables(ROOT / "docs" / "algorithms.md")
+    begin = next(i for i, row in enumerate(rows) if row[:2] == ["name", "class"]) + 1
+    listed = {
+        row[0].strip("`"): (row[1].strip("`"), dict(re.findall(r"`(\w+)=([^`]*)`", row[2])))
+        for row in rows[begin : begin + 1 + len(names())]
+    }
+    kinds = {"none": Algorithm, **{known: type(find(known)) for known in names()}}
+    assert listed == {known: (kind.__name__, said(kind)) for known, kind in kinds.items()}
+    assert {kind.__name__ for kind in kinds.values()} <= set(algorithms.__all__)
 
 
 @pytest.mark.parametrize("path", MIGRATING, ids=name)

@@ -602,6 +602,24 @@ def test_unknown_variable_is_refused_with_the_nearest_name(run):
         assert "did you mean 'BAGUA_FUSION_MB'?" in result.stdout[rank]
 
 
+def test_processes_of_torchrun_are_refused(run):
+    """It knows no MPI; who means a world of one says so."""
+    program = """
+expect_error(bagua.init)
+assert not bagua.is_initialized()
+from mpi4py import MPI
+bagua.init(comm=MPI.COMM_WORLD)
+say("size", bagua.size())
+"""
+    env = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "3"}
+    result = run(1, program, start="", env=env)
+    assert "UsageError torchrun has started 3 processes" in result.stdout[0], result
+    assert "bagua-run -np 3" in result.stdout[0]
+    assert "size 1" in result.stdout[0]
+    assert result.exit_code == 0, result
+    assert "size 2" in run(2, "say('size', size)", env=env).stdout[0], "mpirun's"
+
+
 def test_nothing_works_before_init_or_after_shutdown(run):
     calls = (
         "bagua.rank, bagua.size, bagua.local_rank, bagua.barrier, bagua.join, "

@@ -9,6 +9,7 @@ BEFORE_INIT = """
 import torch
 import bagua.torch as hvd
 
+sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
 calls = {
     "rank": hvd.rank, "size": hvd.size, "local_rank": hvd.local_rank, "barrier": hvd.barrier,
     "join": hvd.join, "mpi_threads_supported": hvd.mpi_threads_supported,
@@ -24,6 +25,9 @@ calls = {
     "broadcast_parameters": lambda: hvd.broadcast_parameters({"a": torch.ones(1)}, 0),
     "add_process_set": lambda: hvd.add_process_set([0]),
     "SyncBatchNorm": lambda: hvd.SyncBatchNorm(2)(torch.ones(3, 2)),
+    "DistributedOptimizer": lambda: hvd.DistributedOptimizer(sgd),
+    "broadcast_optimizer_state": lambda: hvd.broadcast_optimizer_state(sgd),
+    "global_process_set": hvd.global_process_set.size,
 }
 def check():
     assert not hvd.is_initialized()
@@ -31,7 +35,8 @@ def check():
         try:
             call()
         except ValueError as error:
-            assert "init" in str(error), (name, error)
+            said = str(error)
+            assert said == "bagua is not initialized; call init() first", (name, said)
         else:
             raise AssertionError(name)
 check()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from bagua.algorithms import Algorithm, LocalSGD, PerParameter, find
+from bagua.algorithms import Algorithm, ByteGrad, Exchange, LocalSGD, PerParameter, find
 from bagua.common.world import world
 from bagua.torch.own import keep_own
 
@@ -291,6 +291,46 @@ def test_a_function_chooses(hvd):
     assert sorted(chosen) == ["minmax_u8", "raw"]
 
 
+def test_a_pattern_without_a_parameter_is_told(everyone, hvd):
+    model = nn.Linear(3, 3)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    by_name = {"weight": "bytegrad", "embedding.*": "topk", "*.bias": "topk"}
+    for algorithm, says in {"all": {"*": "bytegrad"}, "some": by_name}.items():
+        with warnings.catch_warnings(record=True) as w:
+            warnings.simplefilter("always")
+            hvd.DistributedOptimizer(sgd, model.named_parameters(), algorithm=says)
+        words = [str(warning.message) for warning in w if "patterns" in str(warning.message)]
+        assert len(words) == (algorithm == "some" and everyone.me == 0)
+        assert all("no parameter: 'embedding.*', '*.bias'. Names are" in said for said in words)
+
+
+def test_what_a_plan_may_not_say(everyone, hvd):
+    """Whoever carries it out has been chosen by the algorithm's own fields."""
+    param = nn.Parameter(torch.zeros(3, 3))
+    sgd = torch.optim.SGD([param], lr=0.1)
+    for base, says in ((Algorithm, Exchange(what="weight", when="step")), (LocalSGD, Exchange())):
+        mine = type("Mine", (base,), {"plan": lambda *_, says=says: says})
+        with pytest.raises(hvd.UsageError, match=f"Mine.plan returned what='{says.what}'"):
+            hvd.DistributedOptimizer(sgd, algorithm=mine())
+    for method, kind in (("plan", "Exchange"), ("at", "Algorithm"), ("of", "Algorithm")):
+        mine = type("Mine", (Algorithm,), {method: lambda *_: None})
+        with pytest.raises(hvd.UsageError, match=f"Mine.{method} returned None; .* an {kind}"):
+            hvd.DistributedOptimizer(sgd, algorithm=mine())
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == everyone.size
+
+
+def test_what_is_no_algorithm(hvd):
+    sgd = torch.optim.SGD([nn.Parameter(torch.zeros(3, 3))], lr=0.1)
+    for given in (ByteGrad, {"*": ByteGrad}):
+        with pytest.raises(hvd.UsageError, match=r"give an instance: ByteGrad\(\)"):
+            hvd.DistributedOptimizer(sgd, algorithm=given)
+    for given in (["topk"], 3, int):
+        with pytest.raises(hvd.UsageError, match="an algorithm is a name"):
+            hvd.DistributedOptimizer(sgd, algorithm=given)
+    said = repr(hvd.DistributedOptimizer(sgd, algorithm=ByteGrad(hierarchical=False)))
+    assert said == f"Distributed{sgd!r} by ByteGrad(hierarchical=False)"
+
+
 def test_weights_of_some_parameters_only_are_refused(hvd):
     with pytest.raises(hvd.UsageError, match="an optimizer of their own"):
         PerParameter({"*": "decentralized"})
@@ -408,6 +448,7 @@ def test_what_is_exact_on_one_machine_is_said(everyone, hvd):
         assert {warning.filename for warning in w} <= {__file__}, "the user's line"
         words = [str(warning.message) for warning in w]
         assert bool(words) == (says and everyone.size > 1 and everyone.me == 0)
-        assert all("bytegrad is exact" in said for said in words)
+        remedy = "give algorithm=ByteGrad(hierarchical=False), or"
+        assert all("bytegrad is exact" in said and remedy in said for said in words)
     with pytest.raises(hvd.UsageError, match=r"'sign1' is a codec, .*Algorithm\(codec='sign1'\)"):
         hvd.DistributedOptimizer(sgd, algorithm="sign1")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import inspect
 from numbers import Real
 from typing import Any, Union
 
 import torch
 
 from bagua import algorithms
-from bagua.algorithms.algorithm import take_plain_numbers
+from bagua.algorithms.algorithm import check_arguments, take_plain_numbers
 from bagua.common.config import nearest
 from bagua.common.errors import UsageError
 
@@ -34,15 +33,7 @@ class Algorithm:
     """
 
     def __new__(cls, *_: Any, **arguments: Any) -> Algorithm:
-        taken = inspect.signature(cls.__init__).parameters
-        if not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
-            for name in arguments:
-                if name not in taken:
-                    known = list(taken)[1:]  # without self
-                    raise UsageError(
-                        f"{cls.__name__} has no argument {name}{nearest(name, known)}; it has: "
-                        f"{', '.join(known) or 'none'}"
-                    )
+        check_arguments(cls, arguments)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,31 @@
+"""What the checklist says of GPUs that a build could use."""
+
+from __future__ import annotations
+
+import pytest
+
+from bagua.launch.check_build import _gpu_items
+
+OLD = "no cuda device: CUDA driver version is insufficient for CUDA runtime version"
+LOST = "no NCCL: libnccl.so.2: cannot open; pip install nvidia-nccl-cu12, or -cu13"
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (
+            ("13.0", OLD, LOST, False),
+            ["[ ] GPU: none, and no driver of NVIDIA's", "[ ] NCCL: not needed"],
+        ),
+        (("13.0", OLD, LOST, True), [f"[ ] GPU: {OLD}", "[ ] NCCL: not needed without a GPU"]),
+        (
+            ("13.0", "1 x H100", LOST, True),
+            ["[X] GPU: 1 x", "cannot open; pip install '.[cuda13]'"],
+        ),
+        (("12.8", "1 x H100", LOST, True), ["[X] GPU: 1 x", "cannot open; pip install '.[cuda]'"]),
+        (("13.0", "1 x H100", "2.27.3", True), ["[X] GPU: 1 x", "[X] NCCL: 2.27.3"]),
+    ],
+)
+def test_gpus_that_a_build_could_use(found, says):
+    lines = _gpu_items(*found)
+    assert [word in line for word, line in zip(says, lines)] == [True, True]
