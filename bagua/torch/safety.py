@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import zlib
@@ -11,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from bagua.common.core import core
 from bagua.common.errors import BaguaError, UsageError
-from bagua.common.kinds import ReduceOp
-from bagua.common.numpy_ops import allreduce
+from bagua.common.kinds import Kind, ReduceOp
+from bagua.common.numpy_ops import allreduce, allreduce_async_
 from bagua.common.objects import allgather_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.warn import warn
@@ -189,6 +191,8 @@ class NonFinite:
     def __init__(self, process_set: ProcessSet, name: str) -> None:
         self._process_set, self._name = process_set, name
         self._mine: dict[str, str] = {}  # by bucket: the first such parameter
+        self._flag = np.zeros(1, np.uint8)  # whether any rank has one, when it has been asked
+        self._asked: Any = None
 
     def look(self, where: str, named: Named) -> None:
         """At gradients that are about to travel there."""
@@ -200,16 +204,38 @@ class NonFinite:
         if name := first_odd(named):
             self._mine[where] = name
 
+    def ask(self) -> None:
+        """Begins to find out, without waiting. Also a rank that has joined takes part."""
+        self._flag[0] = bool(self._mine)
+        self._asked = allreduce_async_(
+            self._flag, name=self._name, op=ReduceOp.Max, process_set=self._process_set
+        )
+
+    def refuse(self, problem: str) -> None:
+        """The others hear why this rank does not ask."""
+        if self._asked is None:
+            with contextlib.suppress(BaguaError):
+                number = self._process_set._id()
+                core.refuse(world().engine, Kind.ALLREDUCE, self._name, number, problem)
+
+    def settle(self) -> None:
+        """Waits for what was asked, without using it."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            with contextlib.suppress(BaguaError):
+                asked.wait()
+
     def forget(self) -> None:
-        self._mine = {}
+        self._mine, self._asked = {}, None
 
     def agreed(self) -> str:
         """What any rank has found since the last call; the same on all."""
+        if self._asked is None:
+            self.ask()
         mine, self._mine = self._mine, {}
-        # A sum, which also a rank that has joined takes part in.
-        flag = np.array([bool(mine)], np.uint8)
-        flag = allreduce(flag, name=self._name, op=ReduceOp.Max, process_set=self._process_set)
-        if not flag[0]:
+        asked, self._asked = self._asked, None
+        asked.wait()
+        if not self._flag[0]:
             return ""
         try:
             everyone = allgather_object(mine, f"{self._name}.names", self._process_set)

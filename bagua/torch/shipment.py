@@ -34,6 +34,7 @@ class Shipment:
         self._watch = watch
         self._launched = 0  # buckets, while backward goes on
         self._all_gathered = False
+        self._asked = False  # whether anybody has something that is no number
         self._error: Exception | None = None  # of a launch
 
     def launch(self, bucket: Bucket) -> None:
@@ -70,8 +71,18 @@ class Shipment:
             for bucket in self._layout.buckets:
                 if bucket.handle is None:
                     bucket.start(Urgency.WAITED)
+            self._ask()
         except Exception as error:
             self._note(error)
+
+    def _ask(self) -> None:
+        """Before anything is waited for, since ranks may come to optimizers in different orders."""
+        if self._watch is None or self._asked:
+            return
+        self._asked = True
+        own = [(self._layout.name_of(p), p) for p in self._layout.params if is_own(p)]
+        self._watch.look("own", own)
+        self._watch.ask()
 
     def finish(self) -> str:
         """Launches the rest, waits for everything, delivers; says what any rank has that is no
@@ -89,6 +100,8 @@ class Shipment:
         # An error of ours is everybody's, and so is one of a launch: nobody looks further.
         shared = self._error is not None or any(isinstance(e, BaguaError) for e in errors)
         found = "" if shared else self._not_finite()
+        if shared and self._watch is not None:
+            self._watch.settle()
         if errors:
             raise_first(errors)
         return found
@@ -100,6 +113,8 @@ class Shipment:
                 with contextlib.suppress(BaguaError):
                     bucket.refuse(problem)
         self._loose.refuse_rest(problem)
+        if self._watch is not None:
+            self._watch.refuse(problem)
 
     def discard(self) -> None:
         """Waits for what was launched without using it."""
@@ -112,7 +127,7 @@ class Shipment:
     def forget(self) -> None:
         """What was begun, also after an error in the middle of it: the next one is another."""
         self._launched = 0
-        self._all_gathered = False
+        self._all_gathered = self._asked = False
         self._error = None
         if self._watch is not None:
             self._watch.forget()
@@ -139,8 +154,6 @@ class Shipment:
         """
         if self._watch is None:
             return ""
-        own = [(self._layout.name_of(p), p) for p in self._layout.params if is_own(p)]
-        self._watch.look("own", own)
         if found := self._watch.agreed():
             return found
         slots = self._layout.slots.values()

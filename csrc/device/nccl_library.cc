@@ -51,7 +51,7 @@ const NcclLibrary* load(const std::string& path, std::string& why_not) {
   if (!handle && !path.empty()) handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!handle) handle = ::dlopen(kName, RTLD_NOW | RTLD_LOCAL);
   if (!handle) {
-    why_not = std::string(::dlerror()) + "; pip install nvidia-nccl-cu12, or -cu13";
+    why_not = std::string(::dlerror()) + "; pip install 'bagua[cuda]', for CUDA 13 'bagua[cuda13]'";
     return nullptr;
   }
   auto library = std::make_unique<NcclLibrary>();

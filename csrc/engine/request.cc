@@ -87,8 +87,8 @@ constexpr Words kWords[] = {{"operation"},
                             {"prescale_factor"},
                             {"postscale_factor"},
                             {"priority"},
-                            {"codec"},
-                            {"peers"},
+                            {"codec", "raw"},
+                            {"peers", "all"},
                             {"background"},
                             {"hierarchical"},
                             {"the number of earlier exchanges in this step"}};
@@ -100,7 +100,9 @@ std::string text_of(ReduceOp op, const Words&) { return op_name(op); }
 std::string text_of(int32_t number, const Words&) { return std::to_string(number); }
 std::string text_of(double number, const Words&) { return number_text(number); }
 std::string text_of(bool is, const Words& words) { return is ? words.yes : words.no; }
-std::string text_of(const std::string& text, const Words&) { return text; }
+std::string text_of(const std::string& text, const Words& words) {
+  return text.empty() ? words.no : text;
+}
 
 template <class T>
 void put(Writer& w, const T& field) {

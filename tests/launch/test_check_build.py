@@ -7,7 +7,7 @@ import pytest
 from bagua.launch.check_build import _gpu_items
 
 OLD = "no cuda device: CUDA driver version is insufficient for CUDA runtime version"
-LOST = "no NCCL: libnccl.so.2: cannot open; pip install nvidia-nccl-cu12, or -cu13"
+LOST = "no NCCL: libnccl.so.2: cannot open; pip install 'bagua[cuda]', for CUDA 13 'bagua[cuda13]'"
 
 
 @pytest.mark.parametrize(

@@ -452,3 +452,27 @@ def test_what_is_exact_on_one_machine_is_said(everyone, hvd):
         assert all("bytegrad is exact" in said and remedy in said for said in words)
     with pytest.raises(hvd.UsageError, match=r"'sign1' is a codec, .*Algorithm\(codec='sign1'\)"):
         hvd.DistributedOptimizer(sgd, algorithm="sign1")
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("wish", ["report", "skip"])
+@pytest.mark.parametrize("pass_of_rank_1", ["in another order", "with one of them"])
+def test_two_optimizers_in_a_pass(everyone, hvd, setting, wish, pass_of_rank_1):
+    setting(check_finite=wish)
+    models = [nn.Linear(3, 1), nn.Linear(3, 1)]
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1), m.named_parameters())
+        for m in models
+    ]
+    for step in range(4):
+        used = models
+        if everyone.me == 1 and step > 0:
+            used = models[::-1] if pass_of_rank_1 == "in another order" else models[1:]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        sum(model(torch.ones(2, 3)).sum() for model in used).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for model in models:
+        for theirs in hvd.allgather_object(model.weight.grad):
+            assert torch.equal(theirs, model.weight.grad)
