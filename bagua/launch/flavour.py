@@ -127,15 +127,18 @@ def find_mpirun(named: str = "") -> str:
 
 def detect(mpirun: str) -> Flavour:
     """Ask an mpirun what it is."""
-    answer = subprocess.run(
+    done = subprocess.run(
         [mpirun, "--version"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-    ).stdout.decode(errors="replace")
+    )
+    answer = done.stdout.decode(errors="replace")
     flavour = recognise(answer)
     if flavour is None:
         first = (answer.strip() or "nothing").splitlines()[0]
+        if done.returncode != 0:
+            raise UsageError(f"{mpirun} --version fails, with {done.returncode}: {answer.strip()}")
         raise UsageError(
             f"{mpirun} --version says {first!r}, which is none of"
             f" {', '.join(row.name for row in FLAVOURS)}; {_REMEDY}"

@@ -54,6 +54,14 @@ def test_an_unknown_mpirun_is_refused(tmp_path):
         detect(find_mpirun(str(fake)))
 
 
+def test_an_mpirun_that_fails_says_why(tmp_path):
+    fake = tmp_path / "mpirun"
+    fake.write_text("#!/bin/sh\necho; echo no home >&2; exit 3\n")
+    fake.chmod(0o755)
+    with pytest.raises(UsageError, match="fails, with 3: no home$"):
+        detect(find_mpirun(str(fake)))
+
+
 def test_the_mpirun_beside_this_python_is_preferred(tmp_path, monkeypatch):
     for folder in ("venv", "system"):
         (tmp_path / folder).mkdir()
