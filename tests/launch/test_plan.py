@@ -58,7 +58,7 @@ def test_an_mpirun_that_fails_says_why(tmp_path):
     fake = tmp_path / "mpirun"
     fake.write_text("#!/bin/sh\necho; echo no home >&2; exit 3\n")
     fake.chmod(0o755)
-    with pytest.raises(UsageError, match="fails, with 3: no home$"):
+    with pytest.raises(UsageError, match=r"fails, with 3: no home$"):
         detect(find_mpirun(str(fake)))
 
 
