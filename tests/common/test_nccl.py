@@ -93,7 +93,7 @@ def test_without_a_library_the_remedy_is_told(tmp_path):
         assert text[0].isdigit()
     else:
         assert text.startswith("no NCCL: ")
-        assert "pip install nvidia-nccl-cu12" in text
+        assert "pip install 'bagua[cuda]'" in text
 
 
 @pytest.mark.parametrize(

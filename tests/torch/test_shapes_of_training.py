@@ -239,7 +239,7 @@ def test_others_train_on_while_a_rank_evaluates(everyone, hvd, sync_interval_ms)
     for _ in range(3):
         run.step()
     for evaluating in everyone.ranks:
-        steps, _ = optimizer.progress
+        steps, *_ = optimizer.progress
         if everyone.me != evaluating:
             for _ in range(20):
                 run.step()
