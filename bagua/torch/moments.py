@@ -15,12 +15,11 @@ import torch
 from bagua.common.kinds import Sum
 from bagua.common.objects import allgather_object
 from bagua.common.process_set import ProcessSet
-from bagua.torch import ops
+from bagua.torch import ops, safety
 from bagua.torch.nested import broadcast_nested
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
-_SAMPLE = 64
 _NUMBERS = (bool, int, float, complex, str, type(None))
 _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -90,11 +89,10 @@ def settle(
 
 
 def sample(state: Any) -> torch.Tensor:
-    """Of the first few values of all that is kept of a parameter."""
+    """A number for each tensor that is kept of a parameter, of its first few values."""
     tensors = [value for value in (state or {}).values() if isinstance(value, torch.Tensor)]
-    firsts = [t.detach().flatten()[:_SAMPLE].cpu() for t in tensors if t.layout == torch.strided]
-    of_bytes = [first.reshape(-1).view(torch.uint8) for first in firsts]
-    return torch.cat(of_bytes) if of_bytes else torch.empty(0)
+    firsts = [safety.of_first(t) for t in tensors if t.layout == torch.strided]
+    return torch.tensor(firsts, dtype=torch.int64)
 
 
 def _signature(param: torch.Tensor) -> tuple[object, ...]:

@@ -83,7 +83,7 @@ def warn_of_difference(named: Named, name: str, process_set: ProcessSet) -> None
         warn(
             f"{text}. They share gradients from now on, but began unequal and stay so: call "
             "broadcast_parameters(model.state_dict(), root_rank=0) after making or loading the "
-            "model, and broadcast_optimizer_state(optimizer, root_rank=0) after loading its",
+            "model, and broadcast_optimizer_state(optimizer, root_rank=0) after loading its state",
         )
 
 
@@ -95,7 +95,7 @@ def sample(named: Named) -> Any:
     """
     checksum = 0
     for _, param in named:
-        checksum = _checksum(param.detach().flatten()[:_SAMPLE], checksum)
+        checksum = of_first(param, checksum)
     return _with_complement(checksum)
 
 
@@ -161,6 +161,11 @@ def alike(number: float, name: str, process_set: ProcessSet) -> bool:
 def _checksum(param: torch.Tensor, before: int = 0) -> int:
     values = param.detach().cpu().contiguous().flatten().view(torch.uint8)
     return zlib.crc32(values.numpy().data, before)
+
+
+def of_first(tensor: torch.Tensor, before: int = 0) -> int:
+    """A checksum of its first few values."""
+    return _checksum(tensor.detach().flatten()[:_SAMPLE], before)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -97,6 +97,24 @@ def test_who_forgets_to_broadcast_the_state_hears_of_it(everyone, hvd, forgotten
         assert not texts
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("what", ["step", "exp_avg", "exp_avg_sq"])
+def test_all_that_is_kept_of_a_parameter_is_looked_at(everyone, hvd, what):
+    model = nn.Linear(30, 4, bias=False)
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    adam = torch.optim.Adam(model.parameters(), lr=0.0)
+    model(torch.ones(1, 30)).sum().backward()
+    adam.step()
+    adam.state[model.weight][what].add_(everyone.me)
+    optimizer = hvd.DistributedOptimizer(adam, model.named_parameters())
+    optimizer.zero_grad()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(torch.ones(1, 30)).sum().backward()
+    texts = [str(warning.message) for warning in caught]
+    assert any("the state of weight is not the same" in t for t in texts) == (everyone.me == 0)
+
+
 def test_what_is_frozen_may_differ(everyone, hvd, setting):
     """Nobody exchanges it: it is neither compared nor looked at, whoever has one."""
     setting(check_finite="skip")
