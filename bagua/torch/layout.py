@@ -159,6 +159,7 @@ class Layout:
         runs = [[slot for slot in run if not self._loose.has(slot.param)] for run in runs]
         if not exactly:
             runs = self._grouping.apply([slot for run in runs for slot in run]) or runs
+        self._loose.plan_anew()
         self.buckets = self._plan.build(runs, cut=not (exactly or self._grouping))
         self._check_complete()
         for bucket in self.buckets:

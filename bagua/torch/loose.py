@@ -31,6 +31,7 @@ class Loose:
         # A compressor that is more than a cast works tensor by tensor.
         self.wants_all = bool(compression.custom)
         self._slots: dict[torch.Tensor, Slot] = {}
+        self._ops: dict[Slot, ReduceOp] = {}  # of the algorithm there is
         self._flying: list[tuple[Slot, Any, Any]] = []
         self._asked = 0  # how many have been started or refused
 
@@ -50,9 +51,8 @@ class Loose:
         return all(self._op_of(slot) == ReduceOp.Average for slot in self._slots.values())
 
     def sums_again(self) -> bool:
-        return any(slot.param.grad is not None for slot in self._slots.values()) and (
-            not self.averages
-        )
+        grads = any(slot.param.grad is not None for slot in self._slots.values())
+        return grads and not self.averages
 
     def launch(self, watch: Watch | None) -> None:
         if watch is not None and self._slots:
@@ -83,12 +83,18 @@ class Loose:
             )
             self._flying.append((slot, handle, None))
 
+    def plan_anew(self) -> None:
+        """Buckets are laid out anew: algorithms may be others."""
+        self._ops.clear()
+
     def _op_of(self, slot: Slot) -> ReduceOp:
-        self._plan.choose(slot)
-        param = slot.param
-        dtype, count = dtype_name(param.dtype), param.numel()
-        info = BucketInfo(self._name_of(slot), 0, dtype, count, count * param.element_size())
-        return self._plan.exchange_of(slot, info).op
+        if slot not in self._ops:
+            self._plan.choose(slot)
+            param = slot.param
+            dtype, count = dtype_name(param.dtype), param.numel()
+            info = BucketInfo(self._name_of(slot), 0, dtype, count, count * param.element_size())
+            self._ops[slot] = self._plan.exchange_of(slot, info).op
+        return self._ops[slot]
 
     def _name_of(self, slot: Slot) -> str:
         return f"{self._plan.prefix}.{slot.name}"
