@@ -209,6 +209,10 @@ class NonFinite:
         if name := first_odd(named):
             self._mine[where] = name
 
+    @property
+    def asked(self) -> bool:
+        return self._asked is not None
+
     def ask(self) -> None:
         """Begins to find out, without waiting. Also a rank that has joined takes part."""
         self._flag[0] = bool(self._mine)
@@ -218,7 +222,7 @@ class NonFinite:
 
     def refuse(self, problem: str) -> None:
         """The others hear why this rank does not ask."""
-        if self._asked is None:
+        if not self.asked:
             with contextlib.suppress(BaguaError):
                 number = self._process_set._id()
                 core.refuse(world().engine, Kind.ALLREDUCE, self._name, number, problem)
@@ -235,7 +239,7 @@ class NonFinite:
 
     def agreed(self) -> str:
         """What any rank has found since the last call; the same on all."""
-        if self._asked is None:
+        if not self.asked:
             self.ask()
         mine, self._mine = self._mine, {}
         asked, self._asked = self._asked, None

@@ -34,7 +34,6 @@ class Shipment:
         self._watch = watch
         self._launched = 0  # buckets, while backward goes on
         self._all_gathered = False
-        self._asked = False  # whether anybody has something that is no number
         self._error: Exception | None = None  # of a launch
 
     def launch(self, bucket: Bucket) -> None:
@@ -77,16 +76,17 @@ class Shipment:
 
     def _ask(self) -> None:
         """Before anything is waited for, since ranks may come to optimizers in different orders."""
-        if self._watch is None or self._asked:
+        if self._watch is None or self._watch.asked:
             return
-        self._asked = True
         own = [(self._layout.name_of(p), p) for p in self._layout.params if is_own(p)]
         self._watch.look("own", own)
         self._watch.ask()
 
     def finish(self) -> str:
-        """Launches the rest, waits for everything, delivers; says what any rank has that is no
-        number."""
+        """Launches the rest, waits for everything, delivers.
+
+        Returns what any rank has that is no number; may be empty.
+        """
         self.launch_rest()
         errors: list[Exception] = [] if self._error is None else [self._error]
         # Whatever failed: nothing may be in flight when the caller touches gradients again.
@@ -127,7 +127,7 @@ class Shipment:
     def forget(self) -> None:
         """What was begun, also after an error in the middle of it: the next one is another."""
         self._launched = 0
-        self._all_gathered = self._asked = False
+        self._all_gathered = False
         self._error = None
         if self._watch is not None:
             self._watch.forget()
