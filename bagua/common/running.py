@@ -111,8 +111,9 @@ class World:
 
     def nodes(self, process_set: ProcessSet) -> list[int]:
         """By rank of the set: its node, which it shares with those whose memory it sees."""
+        firsts: dict[int, int] = {}  # by their first rank
         nodes = self.engine.nodes_of(process_set._id())
-        return [nodes.index(node) for node in nodes]  # by their first rank
+        return [firsts.setdefault(node, rank) for rank, node in enumerate(nodes)]
 
     def encodes_alone(self, hierarchical: bool, process_set: ProcessSet) -> bool:
         """Whether what a rank gives is encoded by that rank: where nodes have one each, at least.

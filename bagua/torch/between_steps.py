@@ -232,7 +232,7 @@ class BetweenSteps:
         if not kept.agrees(loaded, mine, name, self._process_set, instead=instead):
             loaded = None
         if loaded is not None:
-            self.rounds = loaded["rounds"]
+            _, self.rounds = loaded["layout"]
             self._build(self._shared)
             self._restore(loaded["values"])
             return
@@ -266,8 +266,7 @@ class BetweenSteps:
             }
             for what, flats in self._kept().items()
         }
-        layout = (self._step, self.rounds)
-        return {"identity": mine, "layout": layout, "rounds": self.rounds, "values": values}
+        return {"identity": mine, "layout": (self._step, self.rounds), "values": values}
 
     def load_state(self, loaded: dict[str, Any] | None, step: int) -> None:
         """It is taken up before the next step, where all ranks are."""

@@ -92,8 +92,10 @@ class Mixing(BetweenSteps):
 
     def _settles_early(self) -> bool:
         """Whether this rank alone encodes its values, and so has its new ones at once."""
-        alone = world().encodes_alone(self._exchange.hierarchical, self._process_set)
-        return bool(self._exchange.mirrors) and alone
+        exchange = self._exchange  # of most nothing is encoded, and nobody has to be counted
+        return bool(exchange.mirrors) and world().encodes_alone(
+            exchange.hierarchical, self._process_set
+        )
 
     def _piece_nbytes(self) -> float:
         # The next piece would wait for the neighbors of this one.
