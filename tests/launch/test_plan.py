@@ -46,19 +46,18 @@ def test_flavours_are_recognised(name, answer):
     assert recognise(answer).name == name
 
 
-def test_an_unknown_mpirun_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("does", "says"),
+    [
+        ("echo strange 1.0", r"'strange 1.0', which is none of Open MPI 5"),
+        ("echo; echo no home >&2; exit 3", r"fails, with 3: no home$"),
+    ],
+)
+def test_an_unknown_mpirun_is_refused(tmp_path, does, says):
     fake = tmp_path / "mpirun"
-    fake.write_text("#!/bin/sh\necho strange 1.0\n")
+    fake.write_text(f"#!/bin/sh\n{does}\n")
     fake.chmod(0o755)
-    with pytest.raises(UsageError, match=r"'strange 1.0', which is none of Open MPI 5"):
-        detect(find_mpirun(str(fake)))
-
-
-def test_an_mpirun_that_fails_says_why(tmp_path):
-    fake = tmp_path / "mpirun"
-    fake.write_text("#!/bin/sh\necho; echo no home >&2; exit 3\n")
-    fake.chmod(0o755)
-    with pytest.raises(UsageError, match=r"fails, with 3: no home$"):
+    with pytest.raises(UsageError, match=says):
         detect(find_mpirun(str(fake)))
 
 

@@ -52,13 +52,20 @@ class Trained:
             assert all(torch.equal(theirs[name], value) for name, value in mine.items())
 
 
-@pytest.mark.parametrize("how", ["sparse", "compressor"])
-def test_takes_the_operation_of_its_own_algorithm(everyone, hvd, how):
+@pytest.fixture(params=["sparse", "compressor"])
+def words(request, hvd):
+    """What travels alone, for either reason, and the compression that it takes."""
+
     class Own(hvd.Compressor):
         compress = staticmethod(lambda tensor: (tensor, None))
         decompress = staticmethod(lambda tensor, _: tensor)
 
-    words = nn.Embedding(20, 8, sparse=how == "sparse")
+    sparse = request.param == "sparse"
+    return nn.Embedding(20, 8, sparse=sparse), hvd.Compression.none if sparse else Own
+
+
+def test_takes_the_operation_of_its_own_algorithm(everyone, hvd, words):
+    words, compression = words
     layer = nn.Linear(8, 4)
     named = [("words", words.weight), ("layer", layer.weight)]
     sums, means = Algorithm(op=hvd.Sum), Algorithm(op=hvd.Average)
@@ -66,15 +73,28 @@ def test_takes_the_operation_of_its_own_algorithm(everyone, hvd, how):
         torch.optim.SGD([param for _, param in named], lr=1.0),
         named,
         algorithm={"words": sums, "layer": means},
-        compression=Own if how == "compressor" else hvd.Compression.none,
+        compression=compression,
     )
     for _ in range(2):
         optimizer.zero_grad()
         (words(torch.tensor([3])).sum() + layer.weight.sum()).backward()
-        grad = words.weight.grad.to_dense() if how == "sparse" else words.weight.grad
+        grad = words.weight.grad.to_dense()
         assert (grad[3] == everyone.size).all()
         assert (grad[4] == 0).all()
         assert (layer.weight.grad == 1).all()
+
+
+def test_is_not_summed_again(everyone, hvd, words):
+    words, compression = words
+    sgd = torch.optim.SGD(words.parameters(), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd, op=hvd.Sum, compression=compression)
+    words(torch.tensor([3])).sum().backward()
+    with pytest.raises(hvd.UsageError, match="backward ran twice before step"):
+        words(torch.tensor([3])).sum().backward()
+    optimizer.zero_grad()
+    words(torch.tensor([3])).sum().backward()
+    optimizer.step()
+    assert (words.weight.grad.to_dense()[3] == everyone.size).all()
 
 
 BY_BYTES = ByteGrad(hierarchical=False)

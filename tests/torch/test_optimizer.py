@@ -1078,6 +1078,16 @@ def _contribute_once(layer, rank):
     layer(torch.full((2, layer.in_features), 1.0 + rank)).square().mean().backward()
 
 
+def _after_a_step(everyone, hvd):
+    """A layer that has got one contribution on every rank, and its optimizer."""
+    layer = torch.nn.Linear(60, 60)
+    hvd.broadcast_parameters(layer.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
+    _contribute_once(layer, everyone.me)
+    optimizer.step()
+    return layer, optimizer
+
+
 def _contribute_twice(layer, rank):
     """Both parts of one backward reach the layer, the second after the first was launched."""
     from torch.utils.checkpoint import checkpoint
@@ -1090,11 +1100,7 @@ def _contribute_twice(layer, rank):
 @pytest.mark.parametrize("overlap", [True], indirect=True)  # else nothing is in flight
 def test_a_late_contribution_to_memory_in_flight_is_refused(everyone, hvd, overlap):
     """Autograd adds in place to zeroed gradients, behind the exchange's back."""
-    layer = torch.nn.Linear(60, 60)
-    hvd.broadcast_parameters(layer.state_dict(), root_rank=0)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
-    _contribute_once(layer, everyone.me)
-    optimizer.step()
+    layer, optimizer = _after_a_step(everyone, hvd)
     optimizer.zero_grad(set_to_none=False)
     with pytest.raises(hvd.UsageError, match="second contribution"):
         _contribute_twice(layer, everyone.me)
@@ -1131,11 +1137,7 @@ def test_a_late_contribution_elsewhere_counts(everyone, hvd, width, set_to_none,
 @pytest.mark.parametrize("overlap", [True], indirect=True)
 def test_a_late_contribution_on_one_rank_meets_no_other_step(everyone, hvd, overlap):
     """Nobody knew of it in the first pass, and the others do not now: an error, on all."""
-    layer = torch.nn.Linear(60, 60)
-    hvd.broadcast_parameters(layer.state_dict(), root_rank=0)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
-    _contribute_once(layer, everyone.me)
-    optimizer.step()
+    layer, optimizer = _after_a_step(everyone, hvd)
     optimizer.zero_grad()
 
     def go_on():
@@ -1196,25 +1198,6 @@ def test_a_pass_that_one_rank_has_more_meets_no_other_step(everyone, hvd):
         go_on()
     step(more=True)  # as often on all ranks
     hvd.barrier()
-
-
-@pytest.mark.parametrize("how", ["sparse", "compressor"])
-def test_what_travels_alone_is_not_summed_again(everyone, hvd, how):
-    class Own(hvd.Compressor):
-        compress = staticmethod(lambda tensor: (tensor, None))
-        decompress = staticmethod(lambda tensor, _: tensor)
-
-    words = nn.Embedding(20, 8, sparse=how == "sparse")
-    compression = Own if how == "compressor" else hvd.Compression.none
-    sgd = torch.optim.SGD(words.parameters(), lr=1.0)
-    optimizer = hvd.DistributedOptimizer(sgd, op=hvd.Sum, compression=compression)
-    words(torch.tensor([3])).sum().backward()
-    with pytest.raises(hvd.UsageError, match="backward ran twice before step"):
-        words(torch.tensor([3])).sum().backward()
-    optimizer.zero_grad()
-    words(torch.tensor([3])).sum().backward()
-    optimizer.step()
-    assert (words.weight.grad.to_dense()[3] == everyone.size).all()
 
 
 def test_a_layer_without_a_shape_is_refused(hvd):

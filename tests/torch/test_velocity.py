@@ -38,7 +38,7 @@ def test_without_a_codec_it_is_momentum(everyone, hvd, warmup_steps):
     assert_momentum(everyone, hvd, algorithm)
 
 
-def test_so_it_is_on_one_machine(everyone, hvd):
+def test_it_is_momentum_on_one_machine(everyone, hvd):
     """Where everything travels, whatever the codec."""
     assert_momentum(everyone, hvd, TopK(momentum_correction=0.9, density=0.05))
 
