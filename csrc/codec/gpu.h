@@ -17,9 +17,9 @@ struct Wires {
   int count;
 };
 
-// Encodes values, plus what is in `residual` if it is not null; that becomes what encoding loses.
-// Whether there are kernels for it; any will do for a device that works on the host.
+// Whether there are kernels for it; a build without any has only devices that work on the host.
 bool gpu_codes(const Coding& coding);
+// Encodes values, plus what is in `residual` if it is not null; that becomes what encoding loses.
 void gpu_encode(const Coding& coding, const float* in, float* residual, int64_t count, char* wire,
                 Device& device, Device::Stream stream);
 void gpu_decode(const Coding& coding, const char* wire, int64_t count, float* out, Device& device,

@@ -73,7 +73,6 @@ class Engine {
 
   // Whether an allreduce of this process set takes as long for memory that only this process sees.
   bool exchanges_anywhere(int32_t set);
-  // How many machines its ranks are on; those that share no memory count as a machine each.
   // A number for each member, which those that share memory have in common.
   std::vector<int> nodes_of(int32_t set);
 
