@@ -176,7 +176,7 @@ RequestPtr Engine::stand_in(const Set& set, const Entry& entry) {
   return request;
 }
 
-// Of unnamed requests of the others: should its join fail, a rank goes on where they are.
+// Of unnamed requests of the others, so that who has joined goes on where they are.
 void Engine::count_past(int32_t id, uint64_t seq) {
   std::lock_guard<std::mutex> lock(mutex_);
   uint64_t& next = doors_[id].next_seq;
@@ -203,11 +203,6 @@ void Engine::run_special(Request& request) {
 
 void Engine::finish_join(int32_t id, int last_joined) {
   Set& set = sets_.at(id);
-  {
-    // Ranks that joined early may have heard of fewer unnamed requests: all start again together.
-    std::lock_guard<std::mutex> lock(mutex_);
-    doors_[id].next_seq = 1;
-  }
   if (!set.joining) return;
   set.joining->handle->value = last_joined;
   complete({std::exchange(set.joining, nullptr)}, nullptr);

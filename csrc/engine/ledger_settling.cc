@@ -251,7 +251,7 @@ void Ledger::settle_join(int32_t set) {
     if (!s.joined[m] && !s.left[m]) return;
   decision(set).last_joined = s.last_joined;
   forget_joins(s);
-  // A later decision of this set starts its order anew.
+  // What is agreed later has every member again.
   decisions_.emplace_back();
   decisions_.back().set = set;
 }
