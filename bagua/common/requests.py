@@ -88,7 +88,7 @@ class Requests:
             self.refuse(kind, name, process_set, what)
         return pairs
 
-    def _op(
+    def checked_op(
         self,
         kind: Kind,
         name: str | None,
@@ -126,7 +126,7 @@ class Requests:
         process_set: ProcessSet,
         urgency: Urgency,
     ) -> Handle:
-        op, tensors = self._op(_ALLREDUCE, name, process_set, op, average), list(tensors)
+        op, tensors = self.checked_op(_ALLREDUCE, name, process_set, op, average), list(tensors)
         pairs = self._pairs(Kind.ALLREDUCE, tensors, name, process_set, self._beside)
         handle = self._submit(Kind.ALLREDUCE, pairs, name, process_set, urgency, op, scales=scales)
         return self._gives_new(handle, tensors, pairs)
@@ -143,7 +143,7 @@ class Requests:
         urgency: Urgency,
     ) -> Handle:
         if average is not None or type(op) is not ReduceOp:
-            op = self._op(_ALLREDUCE, name, process_set, op, average)
+            op = self.checked_op(_ALLREDUCE, name, process_set, op, average)
         # The engine reads most tensors by itself, which is worth much when there are hundreds.
         handle = core.submit(
             world().engine,
@@ -216,7 +216,7 @@ class Requests:
         urgency: Urgency,
     ) -> Handle:
         process_set, tensors = checked(process_set), list(tensors)
-        op = self._op(Kind.REDUCESCATTER, name, process_set, op)
+        op = self.checked_op(Kind.REDUCESCATTER, name, process_set, op)
         nranks, me = process_set.size(), process_set.rank()
 
         def share(_: Any, source: Any) -> Any:

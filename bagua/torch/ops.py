@@ -59,7 +59,7 @@ class TorchOperations(Operations):
         process_set: ProcessSet = global_process_set,
     ) -> list[Any]:
         """The reductions of several tensors, exchanged as one request. Differentiable."""
-        op = self._op(Kind.ALLREDUCE, name, process_set, op, average)
+        op = self.checked_op(Kind.ALLREDUCE, name, process_set, op, average)
         wire, ctxs = _compressed(compression, tensors)
         scales = (prescale_factor, postscale_factor)
         if _tracked(*wire):
@@ -155,7 +155,7 @@ class TorchOperations(Operations):
         postscale_factor: float = 1.0,
     ) -> list[Any]:
         """`reducescatter` of several tensors, exchanged as one request. Differentiable."""
-        op = self._op(Kind.REDUCESCATTER, name, process_set, op)
+        op = self.checked_op(Kind.REDUCESCATTER, name, process_set, op)
         scales = (prescale_factor, postscale_factor)
         wire, ctxs = _compressed(compression, tensors)
         if _tracked(*wire):

@@ -15,7 +15,7 @@ def sparse_allreduce_async(
     ops: Any, tensor: Any, name: str | None, op: ReduceOp | None, process_set: ProcessSet
 ) -> Handle:
     """Gathers everyone's entries; equal indices are summed when the result is coalesced."""
-    op = ops._op(Kind.ALLGATHER, name, process_set, op)
+    op = ops.checked_op(Kind.ALLGATHER, name, process_set, op)
     if op not in (Average, Sum):
         ops.refuse(Kind.ALLGATHER, name, process_set, f"op must be Average or Sum, not {op.name}")
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
