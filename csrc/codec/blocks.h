@@ -50,24 +50,30 @@ BAGUA_BOTH typename C::Coder put_head(const typename C::Gathered& all, int n, ui
   return C::coder_of(head);
 }
 
-// Asks for values that are read soon, a few at a time between others' codes: processors look ahead
-// by themselves only while they find nothing else to do than to read.
+// Asks for the values that are read a while after x, a few at a time between others' codes:
+// processors look ahead by themselves only while they find nothing else to do than to read. At the
+// end it asks for what is no longer theirs: that changes nothing, and is ignored if nothing is
+// there.
 constexpr int kAskedFor = 128;
 BAGUA_BOTH void ask_ahead(const float* x) {
-  constexpr int kAhead = 16384, kLine = 16, kSecondCache = 2;
-  for (int j = 0; j < kAskedFor; j += kLine) __builtin_prefetch(x + kAhead + j, 0, kSecondCache);
+  constexpr uintptr_t kAhead = 64 << 10, kLine = 64;
+  constexpr int kToRead = 0, kSecondCache = 2;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(x) + kAhead;
+  for (uintptr_t line = begin; line < begin + kAskedFor * sizeof(float); line += kLine)
+    __builtin_prefetch(reinterpret_cast<const void*>(line), kToRead, kSecondCache);
 }
 
-// The codes of block `x`, which was read at `source`. With a residual what they lose of x becomes
-// that; a NaN or an Inf is told once, not for ever.
+// The codes of block `x`, while what follows `source` is asked for, unless that is null. With a
+// residual what they lose of x becomes that; a NaN or an Inf is told once, not for ever.
 template <class C>
-BAGUA_BOTH void put_codes(const float* x, const float* source, const typename C::Coder& coder,
-                          uint8_t* wire, float* residual = nullptr) {
+BAGUA_BOTH void put_codes(const float* x, const typename C::Coder& coder, uint8_t* wire,
+                          const float* source = nullptr, float* residual = nullptr) {
+  static_assert(C::kBlock % kAskedFor == 0);
   uint8_t* codes = wire + sizeof(typename C::Head);
   uint8_t loose[C::kBits == 8 ? 1 : C::kBlock];
   uint8_t* bytes = C::kBits == 8 ? codes : loose;
   for (int i = 0; i < C::kBlock; i += kAskedFor) {
-    ask_ahead(source + i);
+    if (source) ask_ahead(source + i);
     if (residual) ask_ahead(residual + i);
     for (int j = i; j < i + kAskedFor; ++j) bytes[j] = static_cast<uint8_t>(C::code(x[j], coder));
   }
@@ -115,9 +121,7 @@ BAGUA_BOTH void encode_cut(const float* x, int64_t count, uint8_t* wire) {
   std::copy_n(x, count, filled);
   constexpr bool first = C::Gathered::kPadsWithFirst;
   std::fill(filled + count, filled + C::kBlock, first ? x[0] : 0.0f);
-  const typename C::Coder coder =
-      put_head<C>(gather_block<C>(filled), static_cast<int>(count), cut);
-  put_codes<C>(filled, x, coder, cut);
+  put_codes<C>(filled, put_head<C>(gather_block<C>(filled), static_cast<int>(count), cut), cut);
   const int spare =
       static_cast<int>(block_nbytes<C>(count) * 8 -
                        (static_cast<int64_t>(sizeof(typename C::Head)) * 8) - count * C::kBits);
@@ -133,7 +137,7 @@ BAGUA_BOTH void encode_blocks(const float* x, int64_t count, uint8_t* wire) {
   for (; count >= C::kBlock; count -= C::kBlock, x += C::kBlock, wire += kWhole) {
     const typename C::Coder coder = put_head<C>(next, C::kBlock, wire);
     if (count >= 2 * C::kBlock) next = gather_block<C>(x + C::kBlock);
-    put_codes<C>(x, x, coder, wire);
+    put_codes<C>(x, coder, wire, x);
   }
   if (count > 0) encode_cut<C>(x, count, wire);
 }
@@ -168,9 +172,9 @@ BAGUA_BOTH void encode_rests(const float* x, float* residual, int64_t count, uin
   if (count >= C::kBlock) next = gather_sums<C>(x, residual, whole);
   for (; count >= C::kBlock; count -= C::kBlock, wire += kWhole) {
     const typename C::Coder coder = put_head<C>(next, C::kBlock, wire);
+    if (count >= 2 * C::kBlock) next = gather_sums<C>(x + C::kBlock, residual + C::kBlock, after);
+    put_codes<C>(whole, coder, wire, x, residual);
     x += C::kBlock;
-    if (count >= 2 * C::kBlock) next = gather_sums<C>(x, residual + C::kBlock, after);
-    put_codes<C>(whole, x, coder, wire, residual);
     residual += C::kBlock;
     std::swap(whole, after);
   }
