@@ -15,7 +15,7 @@ constexpr int64_t kMostMessages = 256;
 
 }  // namespace
 
-void on_floats(const Jobs& jobs, const std::function<void(const std::vector<Floats>&)>& run) {
+AsFloats::AsFloats(const Jobs& jobs) {
   int64_t short_ones = 0;
   for (const Job* job : jobs) {
     if (job->dtype == DType::kF32) continue;
@@ -25,15 +25,16 @@ void on_floats(const Jobs& jobs, const std::function<void(const std::vector<Floa
   }
   auto* wide = reinterpret_cast<float*>(
       jobs[0]->scratch.get(Scratch::kWide, static_cast<size_t>(short_ones) * sizeof(float)));
-  std::vector<Floats> all;
   for (Job* job : jobs) {
     const bool is_short = job->dtype != DType::kF32;
     if (is_short) widen(job->dtype, wide, job->data, job->count);
-    all.push_back({*job, is_short ? wide : reinterpret_cast<float*>(job->data)});
+    all_.push_back({*job, is_short ? wide : reinterpret_cast<float*>(job->data)});
     if (is_short) wide += job->count;
   }
-  run(all);
-  for (const Floats& floats : all)
+}
+
+void AsFloats::give_back() const {
+  for (const Floats& floats : all_)
     if (floats.job.dtype != DType::kF32)
       narrow(floats.job.dtype, floats.job.data, floats.data, floats.job.count);
 }

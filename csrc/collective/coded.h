@@ -2,7 +2,6 @@
 // whatever a job's elements are.
 #pragma once
 
-#include <functional>
 #include <vector>
 
 #include "collective/collective.h"
@@ -19,8 +18,16 @@ struct Floats {
   Job& job;
   float* data;
 };
-// Calls `run` with the elements of all jobs; what it leaves there is theirs.
-void on_floats(const Jobs& jobs, const std::function<void(const std::vector<Floats>&)>& run);
+class AsFloats {
+ public:
+  explicit AsFloats(const Jobs& jobs);
+  const std::vector<Floats>& all() const { return all_; }
+  // What is there now is the jobs'.
+  void give_back() const;
+
+ private:
+  std::vector<Floats> all_;
+};
 
 // Values that are worked on at a time, small enough for a core's cache; a multiple of every block.
 constexpr int64_t kTile = 32 << 10;

@@ -146,6 +146,38 @@ char* share_out(Scratch& scratch, Scratch::Lane lane, std::deque<Each>& each, si
   return memory;
 }
 
+// Jobs that are under way: all that others wait for at first has left.
+class UnderWay {
+ public:
+  virtual ~UnderWay() = default;
+  // Does what can be done without waiting for anybody.
+  void advance() { go_on(/*waits=*/false); }
+  void finish() { go_on(/*waits=*/true); }
+
+ protected:
+  // Goes on where it stopped, up to where it would have to wait, unless it may.
+  virtual void go_on(bool waits) = 0;
+};
+// The same for several of a kind, which all do a step before any does the next.
+template <class Each>
+class AllUnderWay : public UnderWay {
+ protected:
+  using Step = bool (Each::*)(bool waits);  // whether it is over
+
+  explicit AllUnderWay(std::vector<Step> steps) : steps_(std::move(steps)) {}
+  void go_on(bool waits) override {
+    for (; step_ < steps_.size(); ++step_, one_ = 0)
+      for (; one_ < each.size(); ++one_)
+        if (!(each[one_].*steps_[step_])(waits)) return;
+  }
+
+  std::deque<Each> each;
+
+ private:
+  const std::vector<Step> steps_;
+  size_t step_ = 0, one_ = 0;
+};
+
 struct Collective {
   const char* name;
   OpKind kind;
@@ -155,7 +187,8 @@ struct Collective {
   bool pipelined = false;  // calls a job's prepare and arrived
   bool scattered = false;  // takes fragments
   // If set: does several jobs of one group at a time, so that links need not wait between them.
-  void (*run_all)(const Jobs&) = nullptr;
+  // What it begins may be finished after other exchanges that were begun before.
+  std::unique_ptr<UnderWay> (*begin)(const Jobs&) = nullptr;
 };
 
 const std::vector<Collective>& collectives();
@@ -170,14 +203,14 @@ const Collective& choose_collective(OpKind kind, const Job& job, std::string_vie
 
 // One file each, but for the last four, which only move bytes: shared_moves.cc has them.
 void gather_reduce(Job& job);
-void scatter_reduce(const Jobs& jobs);
+std::unique_ptr<UnderWay> scatter_reduce(const Jobs& jobs);
 void ring(Job& job);
 void halving(Job& job);
 void adasum(Job& job);
-void compressed(const Jobs& jobs);
-void sparse(const Jobs& jobs);
+std::unique_ptr<UnderWay> compressed(const Jobs& jobs);
+std::unique_ptr<UnderWay> sparse(const Jobs& jobs);
 void neighbors(Job& job);
-void mirrored(const Jobs& jobs);
+std::unique_ptr<UnderWay> mirrored(const Jobs& jobs);
 void broadcast(Job& job);
 void allgather(Job& job);
 void alltoall(Job& job);

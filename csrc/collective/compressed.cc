@@ -69,27 +69,30 @@ class Compressed {
       for (int d = 1; d <= group_.size(); ++d) offer(group_.neighbor(d), number);
   }
 
-  void reduce_all() {
+  bool reduce_all(bool waits) {
     const auto& mine = segments_[group_.me()];
-    for (size_t number = 0; number < mine.size(); ++number) {
+    for (; reduced_ < mine.size(); ++reduced_) {
       for (int d = 1; d < group_.size(); ++d)
-        group_.wait(wires_[group_.neighbor(-d)].parts[number]);
-      reduce(mine[number]);
+        if (!group_.here(wires_[group_.neighbor(-d)].parts[reduced_], waits)) return false;
+      reduce(mine[reduced_]);
     }
+    return true;
   }
 
-  void take_all() {
-    for (int d = 1; d < group_.size(); ++d) {
-      const int from = group_.neighbor(-d);
-      auto ticket = wires_[from].results.begin();
-      for (const Stretch& segment : segments_[from]) {
-        group_.wait(*ticket++);
-        take(segment, wires_[from].result + segment.at);
+  bool take_all(bool waits) {
+    for (; taken_from_ < group_.size(); ++taken_from_, taken_ = 0) {
+      const int from = group_.neighbor(-taken_from_);
+      Wires& wires = wires_[from];
+      for (; taken_ < wires.results.size(); ++taken_) {
+        if (!group_.here(wires.results[taken_], waits)) return false;
+        const Stretch& segment = segments_[from][taken_];
+        take(segment, wires.result + segment.at);
       }
     }
+    return true;
   }
 
-  void part() { sends_.wait(); }
+  bool part(bool waits) { return sends_.landed(waits); }
 
  private:
   // What travels between this rank and another one, or stays here.
@@ -156,22 +159,37 @@ class Compressed {
   std::vector<std::vector<Stretch>> segments_;  // of each rank's slice
   std::vector<int64_t> nbytes_;                 // the same, encoded
   std::vector<Wires> wires_;                    // by rank
+  size_t reduced_ = 0;                          // segments of my slice
+  int taken_from_ = 1;                          // at what distance, up to
+  size_t taken_ = 0;                            // which segment
 };
 
-}  // namespace
-
-void compressed(const Jobs& jobs) {
-  on_floats(jobs, [&](const std::vector<Floats>& all) {
-    std::deque<Compressed> each(all.begin(), all.end());
+class AllCompressed : public AllUnderWay<Compressed> {
+ public:
+  explicit AllCompressed(const Jobs& jobs)
+      : AllUnderWay({&Compressed::reduce_all, &Compressed::take_all, &Compressed::part}),
+        floats_(jobs) {
+    for (const Floats& floats : floats_.all()) each.emplace_back(floats);
     share_out(jobs[0]->scratch, Scratch::kWire, each);
     // What is expected of a rank is in the order in which it sends.
     for (Compressed& one : each) one.expect_parts();
     for (Compressed& one : each) one.expect_results();
     for (Compressed& one : each) one.offer_all();
-    for (Compressed& one : each) one.reduce_all();
-    for (Compressed& one : each) one.take_all();
-    for (Compressed& one : each) one.part();
-  });
+  }
+
+ private:
+  void go_on(bool waits) override {
+    AllUnderWay::go_on(waits);
+    if (waits) floats_.give_back();
+  }
+
+  const AsFloats floats_;
+};
+
+}  // namespace
+
+std::unique_ptr<UnderWay> compressed(const Jobs& jobs) {
+  return std::make_unique<AllCompressed>(jobs);
 }
 
 }  // namespace bagua

@@ -80,19 +80,20 @@ class Mirrored {
     }
   }
 
-  void hear() {
-    auto ticket = coming_.begin();
-    for (const Stretch& segment : segments_) {
-      group_.wait(*ticket++);
-      if (left_ != right_) group_.wait(*ticket++);
+  bool hear(bool waits) {
+    const size_t neighbors = left_ == right_ ? 1 : 2;
+    for (; heard_ < segments_.size(); ++heard_) {
+      for (size_t i = 0; i < neighbors; ++i)
+        if (!group_.here(coming_[heard_ * neighbors + i], waits)) return false;
       if (rests()) continue;
+      const Stretch& segment = segments_[heard_];
       const CodecTime time(group_);
       coding_.decode_add(from_left_ + segment.at, segment.count, job_.kept[1] + segment.begin);
       coding_.decode_add(from_right_ + segment.at, segment.count, job_.kept[2] + segment.begin);
       group_.touch(2 * (static_cast<size_t>(segment.nbytes) +
                         static_cast<size_t>(segment.count) * 2 * sizeof(float)));
     }
-    sends_.wait();
+    return sends_.landed(waits);
   }
 
  private:
@@ -106,20 +107,24 @@ class Mirrored {
   const int left_, right_;
   const std::vector<Stretch> segments_;
   char *mine_ = nullptr, *from_left_ = nullptr, *from_right_ = nullptr;
-  std::vector<Ticket> coming_;
+  std::vector<Ticket> coming_;  // by segment, then by neighbor
+  size_t heard_ = 0;            // segments
   Flight sends_;
+};
+
+class AllMirrored : public AllUnderWay<Mirrored> {
+ public:
+  explicit AllMirrored(const Jobs& jobs) : AllUnderWay({&Mirrored::hear}) {
+    for (Job* job : jobs) each.emplace_back(*job);
+    share_out(jobs[0]->scratch, Scratch::kWire, each);
+    for (Mirrored& one : each) one.expect();
+    for (Mirrored& one : each) one.move();
+    if (jobs.back()->values_final) jobs.back()->values_final();
+  }
 };
 
 }  // namespace
 
-void mirrored(const Jobs& jobs) {
-  std::deque<Mirrored> each;
-  for (Job* job : jobs) each.emplace_back(*job);
-  share_out(jobs[0]->scratch, Scratch::kWire, each);
-  for (Mirrored& one : each) one.expect();
-  for (Mirrored& one : each) one.move();
-  if (jobs.back()->values_final) jobs.back()->values_final();
-  for (Mirrored& one : each) one.hear();
-}
+std::unique_ptr<UnderWay> mirrored(const Jobs& jobs) { return std::make_unique<AllMirrored>(jobs); }
 
 }  // namespace bagua

@@ -34,15 +34,15 @@ class ScatterReduce {
   void expect() { first_half_.expect(); }
   void offer() { first_half_.offer(); }
 
-  void reduce_and_share() {
+  bool reduce_and_share(bool waits) {
     const auto item = static_cast<int64_t>(job_.item());
-    first_half_.reduce([&](int64_t at, int64_t count) {
+    const auto share = [&](int64_t at, int64_t count) {
       for (int d = 1; d < group_.size(); ++d)
         shares_.add(group_.send(group_.neighbor(d), slices_.out + at * item,
                                 static_cast<size_t>(count * item)));
       if (job_.arrived) job_.arrived(slices_.begins[group_.me()] + at, count);
-    });
-    first_half_.part();
+    };
+    if (!first_half_.reduce(share, waits) || !first_half_.part(waits)) return false;
     // Others' slices come to where my part of them has left from.
     const int64_t step = segment_count(job_);
     for (int d = 1; d < group_.size(); ++d) {
@@ -55,14 +55,16 @@ class ScatterReduce {
              count});
       }
     }
+    return true;
   }
 
-  void take() {
-    for (const Arrival& arrival : arrivals_) {
-      group_.wait(arrival.ticket);
+  bool take(bool waits) {
+    for (; taken_ < arrivals_.size(); ++taken_) {
+      Arrival& arrival = arrivals_[taken_];
+      if (!group_.here(arrival.ticket, waits)) return false;
       if (job_.arrived) job_.arrived(arrival.begin, arrival.count);
     }
-    shares_.wait();
+    return shares_.landed(waits);
   }
 
  private:
@@ -77,18 +79,24 @@ class ScatterReduce {
   SliceReducer first_half_;
   Flight shares_;
   std::vector<Arrival> arrivals_;
+  size_t taken_ = 0;  // of them
+};
+
+class ScatterReduces : public AllUnderWay<ScatterReduce> {
+ public:
+  explicit ScatterReduces(const Jobs& jobs)
+      : AllUnderWay({&ScatterReduce::reduce_and_share, &ScatterReduce::take}) {
+    for (Job* job : jobs) each.emplace_back(*job, /*whole=*/jobs.size() > 1);
+    share_out(jobs[0]->scratch, Scratch::kReceive, each);
+    for (ScatterReduce& one : each) one.expect();
+    for (ScatterReduce& one : each) one.offer();
+  }
 };
 
 }  // namespace
 
-void scatter_reduce(const Jobs& jobs) {
-  std::deque<ScatterReduce> each;
-  for (Job* job : jobs) each.emplace_back(*job, /*whole=*/jobs.size() > 1);
-  share_out(jobs[0]->scratch, Scratch::kReceive, each);
-  for (ScatterReduce& one : each) one.expect();
-  for (ScatterReduce& one : each) one.offer();
-  for (ScatterReduce& one : each) one.reduce_and_share();
-  for (ScatterReduce& one : each) one.take();
+std::unique_ptr<UnderWay> scatter_reduce(const Jobs& jobs) {
+  return std::make_unique<ScatterReduces>(jobs);
 }
 
 }  // namespace bagua

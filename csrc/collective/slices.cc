@@ -54,23 +54,27 @@ void SliceReducer::offer() {
   }
 }
 
-void SliceReducer::reduce(const std::function<void(int64_t, int64_t)>& reduced) {
+bool SliceReducer::reduce(const std::function<void(int64_t, int64_t)>& reduced, bool waits) {
   const int me = job_.group.me();
   const auto item = static_cast<int64_t>(job_.item());
   std::vector<const void*> srcs(static_cast<size_t>(peers_ + 1));
   const char* own = slices_.in + slices_.begins[me] * item;
-  for (int64_t at = 0, segment = 0; at < count_; at += step_, ++segment) {
-    const int64_t count = std::min(step_, count_ - at);
-    if (job_.prepare) job_.prepare(slices_.begins[me] + at, count);
+  for (; segment_ * step_ < count_; ++segment_) {
+    const int64_t at = segment_ * step_, count = std::min(step_, count_ - at);
+    if (prepared_ == segment_) {
+      if (job_.prepare) job_.prepare(slices_.begins[me] + at, count);
+      ++prepared_;
+    }
     for (int p = 0; p < peers_; ++p) {
-      job_.group.wait(tickets_[index(segment, p)]);
-      srcs[job_.group.neighbor(-(p + 1))] = memory_ + stride_ * index(segment, p);
+      if (!job_.group.here(tickets_[index(segment_, p)], waits)) return false;
+      srcs[job_.group.neighbor(-(p + 1))] = memory_ + stride_ * index(segment_, p);
     }
     srcs[me] = own + at * item;
     job_.reduce(slices_.out + at * item, srcs.data(), peers_ + 1, count, job_.finish);
-    post(segment + depth_);  // where this one was
+    post(segment_ + depth_);  // where this one was
     reduced(at, count);
   }
+  return true;
 }
 
 }  // namespace bagua

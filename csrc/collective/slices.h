@@ -32,10 +32,11 @@ class SliceReducer {
   void use(char* scratch) { memory_ = scratch; }
   void expect();
   void offer();
-  // Calls reduced(begin, count) after each segment, in elements relative to the slice.
-  void reduce(const std::function<void(int64_t, int64_t)>& reduced);
-  // The data that was offered may be overwritten once this returns.
-  void part() { sends_.wait(); }
+  // Whether all is reduced. Calls reduced(begin, count) after each segment, in elements relative to
+  // the slice. Waits for what others offer, where it may; else it can be called again.
+  bool reduce(const std::function<void(int64_t, int64_t)>& reduced, bool waits = true);
+  // Whether the data that was offered may be overwritten.
+  bool part(bool waits = true) { return sends_.landed(waits); }
 
  private:
   void post(int64_t segment);
@@ -49,7 +50,8 @@ class SliceReducer {
   const int64_t step_;   // elements of a segment
   const size_t stride_;
   const int peers_;
-  const int64_t depth_;  // segments that are received ahead
+  const int64_t depth_;                 // segments that are received ahead
+  int64_t segment_ = 0, prepared_ = 0;  // the next ones
   char* memory_ = nullptr;
   std::vector<Ticket> tickets_;
   Flight sends_;

@@ -22,6 +22,7 @@ class Gather {
 
   size_t scratch_nbytes() const { return static_cast<size_t>(group_.size() * nbytes_); }
   void use(char* memory) { wires_ = memory; }
+  void use_for_tiles(float* memory) { tile_sum_ = memory; }
 
   void expect_all() {
     for (const Stretch& segment : segments_)
@@ -46,26 +47,29 @@ class Gather {
   }
 
   // Of a large result a tile is added up in the caches, and copied past them.
-  void add_up_all(float* tile_sum) {
+  bool add_up_all(bool waits) {
     const bool past = job_.leaves && job_.nbytes() >= kStreamNbytes;
-    auto arrival = arrivals_.begin();
-    for (const Stretch& segment : segments_) {
-      for (int d = 1; d < group_.size(); ++d) group_.wait(*arrival++);
+    const auto others = static_cast<size_t>(group_.size() - 1);
+    for (; added_up_ < segments_.size(); ++added_up_) {
+      for (size_t i = 0; i < others; ++i)
+        if (!group_.here(arrivals_[added_up_ * others + i], waits)) return false;
+      const Stretch& segment = segments_[added_up_];
       for (const Stretch& tile : stretches(*job_.coding, segment.begin, segment.count, kTile)) {
         const CodecTime time(group_);
         std::vector<const char*> said;
         for (int i = 0; i < group_.size(); ++i) said.push_back(wire(i, segment) + tile.at);
         float* const out = data_ + tile.begin;
-        job_.coding->add_up(said, job_.finish, tile.count, past ? tile_sum : out);
-        if (past) stream_copy(out, tile_sum, static_cast<size_t>(tile.count) * sizeof(float));
+        job_.coding->add_up(said, job_.finish, tile.count, past ? tile_sum_ : out);
+        if (past) stream_copy(out, tile_sum_, static_cast<size_t>(tile.count) * sizeof(float));
       }
       if (past) stream_fence();
       group_.touch(static_cast<size_t>(segment.count * 4));
       if (job_.arrived) job_.arrived(segment.begin, segment.count);
     }
+    return true;
   }
 
-  void part() { sends_.wait(); }
+  bool part(bool waits) { return sends_.landed(waits); }
 
  private:
   char* wire(int rank, const Stretch& segment) const {
@@ -78,7 +82,9 @@ class Gather {
   const std::vector<Stretch> segments_;
   const int64_t nbytes_;  // of one rank's wire
   char* wires_ = nullptr;
-  std::vector<Ticket> arrivals_;
+  float* tile_sum_ = nullptr;
+  std::vector<Ticket> arrivals_;  // by segment, then by rank
+  size_t added_up_ = 0;           // segments
   Flight sends_;
 };
 
@@ -100,28 +106,47 @@ void densely(const Floats& floats, const std::vector<Stretch>& segments, int64_t
   if (job.arrived && !row.pipelined) job.arrived(0, job.count);
 }
 
-}  // namespace
-
-void sparse(const Jobs& jobs) {
-  on_floats(jobs, [&](const std::vector<Floats>& all) {
-    std::deque<Gather> each;
-    for (const Floats& floats : all) {
+class Sparse : public AllUnderWay<Gather> {
+ public:
+  explicit Sparse(const Jobs& jobs)
+      : AllUnderWay({&Gather::add_up_all, &Gather::part}), floats_(jobs) {
+    for (const Floats& floats : floats_.all()) {
       const Job& job = floats.job;
       std::vector<Stretch> segments = stretches(*job.coding, 0, job.count);
       const int64_t wire = segments.back().at + segments.back().nbytes;
       if (job.group.size() * wire > 2 * 4 * job.count) {
-        densely(floats, segments, wire);
+        dense_.push_back({floats, std::move(segments), wire});
       } else {
         each.emplace_back(floats, std::move(segments));
       }
     }
-    auto* const tile_sum = reinterpret_cast<float*>(
+    auto* const tile = reinterpret_cast<float*>(
         share_out(jobs[0]->scratch, Scratch::kWire, each, kTile * sizeof(float)));
+    for (Gather& one : each) one.use_for_tiles(tile);
     for (Gather& one : each) one.expect_all();
     for (Gather& one : each) one.offer_all();
-    for (Gather& one : each) one.add_up_all(tile_sum);
-    for (Gather& one : each) one.part();
-  });
-}
+  }
+
+ private:
+  struct Dense {
+    Floats floats;
+    std::vector<Stretch> segments;
+    int64_t nbytes;  // of the wire
+  };
+
+  void go_on(bool waits) override {
+    AllUnderWay::go_on(waits);
+    if (!waits) return;
+    for (const Dense& one : dense_) densely(one.floats, one.segments, one.nbytes);
+    floats_.give_back();
+  }
+
+  const AsFloats floats_;
+  std::vector<Dense> dense_;
+};
+
+}  // namespace
+
+std::unique_ptr<UnderWay> sparse(const Jobs& jobs) { return std::make_unique<Sparse>(jobs); }
 
 }  // namespace bagua

@@ -72,9 +72,9 @@ bool mirrored_can(const Job& job) {
 }
 bool gather_fits(const Job& job) { return is_elementwise(job) && is_fastest("gather_reduce", job); }
 
-template <void (*run_all)(const Jobs&)>
+template <std::unique_ptr<UnderWay> (*begin)(const Jobs&)>
 void one(Job& job) {
-  run_all({&job});
+  begin({&job})->finish();
 }
 
 }  // namespace

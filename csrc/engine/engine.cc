@@ -39,7 +39,6 @@ Engine::Engine(const Config& config, std::unique_ptr<Transport> transport,
       liveness_(*channel_, rank_, size_, config_.peer_timeout_s),
       patience_(config_.spin_us),
       waiter_(std::make_unique<EngineWaiter>(*this, config_.spin_us)),
-      scratch_(std::make_unique<Scratch>(arenas())),
       crew_(config_.helpers > 0
                 ? std::make_unique<Crew>(config_.helpers,
                                          [this] { return caller_drives_ || waiting_ > 0; })
@@ -141,7 +140,7 @@ HandlePtr Engine::submit(RequestPtr request, Urgency urgency) {
                        "' is already in flight; wait for its handle first or use another name");
     }
     first = submissions_.empty();
-    if (urgency == Urgency::kSoon) nbytes = submitted_nbytes_ += nbytes_of(request->description);
+    if (urgency != Urgency::kWaited) nbytes = submitted_nbytes_ += nbytes_of(request->description);
     submissions_.push_back(request);
     urgent_ = urgent_ || !request->refusal.empty() || urgency == Urgency::kNow ||
               nbytes >= kEagerNbytes || !config_.inline_drive;
@@ -280,13 +279,18 @@ bool Engine::turn(int timeout_us) {
     return false;
   }
   try {
-    bool progressed = take_submissions();
-    receive(progressed || !decisions_.empty() ? 0 : timeout_us);
-    // One at a time: who drives may have got what it waits for, and others may have asked for more.
-    if (!decisions_.empty()) {
+    const bool busy = !under_way_.empty() || !tasks_.empty();
+    bool progressed = !busy && take_submissions();
+    receive(progressed || busy || !decisions_.empty() ? 0 : timeout_us);
+    if (!busy && !decisions_.empty()) {
       const Decision decision = std::move(decisions_.front());
       decisions_.pop_front();
-      apply(decision);
+      accept(decision);
+      progressed = true;
+    }
+    // One at a time: who drives may have got what it waits for, and others may have asked for more.
+    if (!under_way_.empty() || !tasks_.empty()) {
+      take_task();
       progressed = true;
     }
     tick();
@@ -320,7 +324,7 @@ void Engine::handle(const Message& message) {
   const auto type = r.get<MessageType>();
   if (liveness_.handle(message, type, now_s())) {
     // Somebody waits for long. MPI may hold back a message of ours until we call it again.
-    if (exchanging_.empty()) transport_->progress();
+    if (under_way_.empty()) transport_->progress();
     return;
   }
   switch (type) {

@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -21,6 +22,7 @@
 #include "common/config.h"
 #include "common/log.h"
 #include "control/channel.h"
+#include "engine/allreduce.h"
 #include "engine/exchange.h"
 #include "engine/ledger.h"
 #include "engine/liveness.h"
@@ -118,6 +120,33 @@ class Engine {
     std::map<Key, RequestPtr> open;                     // reported in full, or unnamed
     Report report;                                      // being gathered
     RequestPtr joining;
+    int track = 0;  // of its next exchange
+  };
+
+  // What was agreed on to be exchanged together.
+  struct Task {
+    int32_t set = 0;
+    int track = 0;
+    std::vector<RequestPtr> requests = {};
+    int64_t nbytes = 0;
+    int last_joined = -1;  // without requests: a rank, after which nobody is left to join
+  };
+  // The carrying out of one.
+  struct Exchange {
+    Exchange(Engine& engine, const Task& task);
+    ~Exchange();
+    Exchange(const Exchange&) = delete;
+    void end();
+    void count();
+
+    Engine& engine;
+    const Task task;
+    const std::vector<RequestPtr>& requests;
+    std::unique_ptr<Scratch> scratch;
+    Group group;
+    Workbench bench;
+    Work counted;                        // what the counters have already
+    std::optional<Allreduce> allreduce;  // if it has begun ahead
   };
 
   // Guarded by mutex_: the part of a process set that submitters use.
@@ -142,18 +171,22 @@ class Engine {
   std::string name_of(int rank) const;
 
   // engine_agreement.cc
-  bool take_submissions();
+  bool take_submissions(int64_t least_nbytes = 0);
   void take_ahead();
   void report(Set& set, const RequestPtr& request);
   void send_reports();
   void decide(bool everything = false);
-  void apply(const Decision& decision);
+  void accept(const Decision& decision);
+  void line_up(int32_t id, const std::vector<Decision::Agreed>& agreed,
+               std::vector<Entry>& forgotten);
   RequestPtr take_open(Set& set, int32_t id, const Key& key);
 
   // engine_exchange.cc
-  void run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed,
-                  std::vector<Entry>& forgotten);
-  void exchange(int32_t id, const std::vector<RequestPtr>& requests);
+  void take_task();
+  void work_ahead();
+  bool may_begin(const Task& next) const;
+  std::unique_ptr<Scratch> take_scratch();
+  void carry_out(Exchange& exchange);
   Staging* staging_for(const std::vector<RequestPtr>& requests);
   NcclExchange* nccl_for(int32_t id, const std::vector<RequestPtr>& requests, Group& group,
                          const Workbench& bench);
@@ -195,9 +228,9 @@ class Engine {
   double stopping_since_s_ = 0;
   double heard_s_ = 0;
   std::unique_ptr<Waiter> waiter_;
-  std::unique_ptr<Scratch> scratch_;
-  std::unique_ptr<Staging> staging_;  // of the process's device
-  Device* device_ = nullptr;          // on which this rank has had tensors
+  std::vector<std::unique_ptr<Scratch>> scratch_;  // that no exchange uses now
+  std::unique_ptr<Staging> staging_;               // of the process's device
+  Device* device_ = nullptr;                       // on which this rank has had tensors
   std::unique_ptr<NcclExchange> nccl_;
   std::unique_ptr<Crew> crew_;  // while a caller waits, this rank's other cores are idle
   std::map<int32_t, Set> sets_;
@@ -205,12 +238,14 @@ class Engine {
   std::vector<Message> inbox_;
   std::vector<RequestPtr> taken_;
   std::deque<Decision> decisions_;
-  bool took_ahead_ = false;  // in this exchange
+  std::deque<Task> tasks_;   // that have not begun
+  bool took_ahead_ = false;  // since there was but one exchange left
   int64_t open_count_ = 0;   // requests reported and not done
   double open_since_s_ = 0;
   double ticked_s_ = 0;
   double warned_s_ = 0, device_warned_s_ = 0;
-  std::vector<RequestPtr> exchanging_;  // agreed, perhaps not yet done
+  // The first one is carried out; the others have begun ahead.
+  std::deque<std::unique_ptr<Exchange>> under_way_;
   std::unordered_set<const Collective*> chosen_;
   std::vector<bool> left_;  // by rank: shut down or gone, as far as this rank hears
   bool stopping_now_ = false;

@@ -10,10 +10,10 @@ namespace {
 constexpr int kAnotherLookUs = 200;  // at requests that still pour in
 }
 
-bool Engine::take_submissions() {
+bool Engine::take_submissions(int64_t least_nbytes) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (submissions_.empty()) return false;
+    if (submissions_.empty() || submitted_nbytes_ < least_nbytes) return false;
     if (!caller_drives_ && !due()) {
       channel_->wake_after(kAnotherLookUs);
       return false;
@@ -31,9 +31,10 @@ bool Engine::take_submissions() {
   return true;
 }
 
-// During an exchange. Once only: what comes later may share an exchange with what comes then.
+// During an exchange. Small requests once only: what comes later may share an exchange with what
+// comes then. Large ones may begin before this exchange ends.
 void Engine::take_ahead() {
-  if (!took_ahead_ && decisions_.empty()) took_ahead_ = take_submissions();
+  if (decisions_.empty()) took_ahead_ |= take_submissions(took_ahead_ ? kLoneNbytes : 0);
 }
 
 void Engine::report(Set& set, const RequestPtr& request) {
@@ -91,7 +92,8 @@ void Engine::send_reports() {
 void Engine::decide(bool everything) {
   std::vector<Decision> taken = ledger_->take(everything);
   // What runs in the background does so one by one, when there is nothing else.
-  if (taken.empty() && decisions_.empty() && exchanging_.empty() && ledger_->has_background())
+  if (taken.empty() && decisions_.empty() && tasks_.empty() && under_way_.empty() &&
+      ledger_->has_background())
     taken.push_back(ledger_->take_background());
   for (Decision& decision : taken) {
     Writer w;
@@ -109,8 +111,7 @@ void Engine::decide(bool everything) {
   }
 }
 
-void Engine::apply(const Decision& decision) {
-  took_ahead_ = false;
+void Engine::accept(const Decision& decision) {
   Set& set = sets_.at(decision.set);
   std::vector<Entry> forgotten;
   for (const auto& definition : decision.definitions) {
@@ -143,8 +144,42 @@ void Engine::apply(const Decision& decision) {
     if (const RequestPtr request = take_open(set, id, rejection.key))
       complete({request}, make_failure(rejection.kind, rejection.text));
   }
-  run_agreed(decision.set, decision.agreed, forgotten);
-  if (decision.last_joined >= 0) finish_join(decision.set, decision.last_joined);
+  line_up(decision.set, decision.agreed, forgotten);
+  if (decision.last_joined >= 0)
+    tasks_.push_back(Task{decision.set, 0, {}, 0, decision.last_joined});
+}
+
+// What was agreed on, in the order in which it is exchanged.
+void Engine::line_up(int32_t id, const std::vector<Decision::Agreed>& agreed,
+                     std::vector<Entry>& forgotten) {
+  Set& set = sets_.at(id);
+  std::vector<RequestPtr> requests;
+  std::vector<Candidate> candidates;
+  auto next_forgotten = forgotten.begin();
+  for (const auto& item : agreed) {
+    Entry& entry = item.id == Decision::kForgotten ? *next_forgotten++
+                                                   : set.entries[static_cast<size_t>(item.id)];
+    RequestPtr request = take_open(set, item.id, {item.seq ? "" : entry.name, item.seq});
+    if (!request && !set.joining)
+      throw InternalError("the ranks agreed on '" + entry.name + "' (" +
+                          kind_name(entry.description.kind) + "), which rank " +
+                          std::to_string(rank_) + " has not asked for");
+    if (!request) {
+      request = stand_in(set, entry);
+      count_past(id, item.seq);
+    }
+    request->round = entry.rounds++;
+    requests.push_back(request);
+    candidates.push_back({&entry.description, entry.nbytes});
+  }
+  for (const auto& group : schedule(candidates, config_.fusion_nbytes)) {
+    Task& task = tasks_.emplace_back(Task{id, set.track});
+    set.track = (set.track + 1) % kTracks;
+    for (const int i : group) {
+      task.requests.push_back(requests[static_cast<size_t>(i)]);
+      task.nbytes += candidates[static_cast<size_t>(i)].nbytes;
+    }
+  }
 }
 
 RequestPtr Engine::take_open(Set& set, int32_t id, const Key& key) {

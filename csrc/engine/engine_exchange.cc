@@ -16,79 +16,129 @@ constexpr const char* kNotCaptured =
 
 }  // namespace
 
-void Engine::run_agreed(int32_t id, const std::vector<Decision::Agreed>& agreed,
-                        std::vector<Entry>& forgotten) {
-  Set& set = sets_.at(id);
-  std::vector<RequestPtr> requests;
-  std::vector<Candidate> candidates;
-  auto next_forgotten = forgotten.begin();
-  for (const auto& item : agreed) {
-    Entry& entry = item.id == Decision::kForgotten ? *next_forgotten++
-                                                   : set.entries[static_cast<size_t>(item.id)];
-    RequestPtr request = take_open(set, item.id, {item.seq ? "" : entry.name, item.seq});
-    if (!request && !set.joining)
-      throw InternalError("the ranks agreed on '" + entry.name + "' (" +
-                          kind_name(entry.description.kind) + "), which rank " +
-                          std::to_string(rank_) + " has not asked for");
-    if (!request) {
-      request = stand_in(set, entry);
-      count_past(id, item.seq);
-    }
-    request->round = entry.rounds++;
-    requests.push_back(request);
-    candidates.push_back({&entry.description, entry.nbytes});
+void Engine::take_task() {
+  if (under_way_.empty()) {
+    const Task task = std::move(tasks_.front());
+    tasks_.pop_front();
+    if (task.requests.empty()) return finish_join(task.set, task.last_joined);
+    under_way_.push_back(std::make_unique<Exchange>(*this, task));
   }
-  exchanging_ = requests;
-  for (const auto& group : schedule(candidates, config_.fusion_nbytes)) {
-    std::vector<RequestPtr> together;
-    for (const int i : group) together.push_back(requests[static_cast<size_t>(i)]);
-    exchange(id, together);
-  }
-  exchanging_.clear();
+  if (under_way_.size() == 1 && tasks_.empty()) took_ahead_ = false;
+  carry_out(*under_way_.front());
+  under_way_.pop_front();
 }
 
-void Engine::exchange(int32_t id, const std::vector<RequestPtr>& requests) {
-  const Set& set = sets_.at(id);
-  Group group(*transport_, *waiter_, set.ranks, set.me);
-  run_special(*requests[0]);
-  Workbench bench{*scratch_,
-                  allreduce_,
-                  config_.fusion_nbytes,
-                  crew_.get(),
-                  [this](const Collective& row, const Job& job) { tell_choice(row, job); },
-                  {}};
+// While this rank waits for others in an exchange: begins those that come next, so that links are
+// busy, and does for them what it can.
+void Engine::work_ahead() {
+  for (size_t i = 1; i < under_way_.size(); ++i) {
+    under_way_[i]->allreduce->advance();
+    under_way_[i]->count();
+  }
+  if (tasks_.empty() && !decisions_.empty() && sets_.count(decisions_.front().set) > 0) {
+    const Decision decision = std::move(decisions_.front());
+    decisions_.pop_front();
+    accept(decision);
+  }
+  while (!tasks_.empty() && may_begin(tasks_.front())) {
+    under_way_.push_back(std::make_unique<Exchange>(*this, tasks_.front()));
+    tasks_.pop_front();
+    Exchange& next = *under_way_.back();
+    next.allreduce.emplace(next.requests, next.group, next.bench);
+    next.allreduce->begin();
+    next.count();
+  }
+}
+
+// Of another process set it might meet, on its track, what others have not yet done before it.
+bool Engine::may_begin(const Task& next) const {
+  const auto fits = [](const RequestPtr& request) {
+    return request->description.kind == OpKind::kAllreduce && !request->description.on_device &&
+           !request->device;
+  };
+  const auto all_fit = [&](const Task& task) {
+    return !task.requests.empty() && std::all_of(task.requests.begin(), task.requests.end(), fits);
+  };
+  if (under_way_.size() >= kTracks || !all_fit(next)) return false;
+  int64_t nbytes = next.nbytes;
+  for (const auto& exchange : under_way_) {
+    const Task& task = exchange->task;
+    nbytes += task.nbytes;
+    if (task.set != next.set || !all_fit(task) || overlap(task.requests, next.requests))
+      return false;
+  }
+  return nbytes <= static_cast<int64_t>(kAheadNbytes);
+}
+
+Engine::Exchange::Exchange(Engine& engine, const Task& task)
+    : engine(engine),
+      task(task),
+      requests(this->task.requests),
+      scratch(engine.take_scratch()),
+      group(*engine.transport_, *engine.waiter_, engine.sets_.at(task.set).ranks,
+            engine.sets_.at(task.set).me, task.track),
+      bench{*scratch,
+            engine.allreduce_,
+            engine.config_.fusion_nbytes,
+            engine.crew_.get(),
+            [&engine](const Collective& row, const Job& job) { engine.tell_choice(row, job); },
+            [this] {
+              end();
+              count();
+              this->engine.announce(requests);
+            }} {
+  ++engine.exchange_count_;
+}
+
+Engine::Exchange::~Exchange() {
+  if (scratch) engine.scratch_.push_back(std::move(scratch));
+}
+
+std::unique_ptr<Scratch> Engine::take_scratch() {
+  if (scratch_.empty()) return std::make_unique<Scratch>(arenas());
+  auto scratch = std::move(scratch_.back());
+  scratch_.pop_back();
+  return scratch;
+}
+
+// Of devices: their results are on their way.
+void Engine::Exchange::end() {
+  if (bench.staging) bench.staging->end();
+  if (bench.nccl) bench.nccl->end(requests);
+}
+
+// Before who waits for the requests can look.
+void Engine::Exchange::count() {
+  const Work& done = group.work();
+  engine.sent_nbytes_ += done.sent_nbytes - counted.sent_nbytes;
+  engine.touched_nbytes_ += done.touched_nbytes - counted.touched_nbytes;
+  engine.codec_us_ += static_cast<int64_t>((done.codec_s - counted.codec_s) * 1e6);
+  counted = done;
+}
+
+void Engine::carry_out(Exchange& exchange) {
+  const auto& requests = exchange.requests;
+  Workbench& bench = exchange.bench;
   const Description& d = requests[0]->description;
-  NcclExchange* nccl = bench.nccl = nccl_for(id, requests, group, bench);
-  if (d.captured && !nccl)
+  run_special(*requests[0]);
+  bench.nccl = nccl_for(exchange.task.set, requests, exchange.group, bench);
+  if (d.captured && !bench.nccl)
     return complete(requests,
                     make_failure(ErrorKind::kUsage,
                                  requests[0]->label() +
                                      " cannot be captured in a CUDA graph: " + kNotCaptured));
-  Staging* staging = bench.staging = nccl ? nullptr : staging_for(requests);
-  const auto end = [&] {
-    if (staging) staging->end();
-    if (nccl) nccl->end(requests);
-  };
-  Work counted;             // what the counters have already
-  const auto count = [&] {  // before who waits for the requests can look
-    const Work& done = group.work();
-    sent_nbytes_ += done.sent_nbytes - counted.sent_nbytes;
-    touched_nbytes_ += done.touched_nbytes - counted.touched_nbytes;
-    codec_us_ += static_cast<int64_t>((done.codec_s - counted.codec_s) * 1e6);
-    counted = done;
-  };
-  // What is kept may change until the end.
-  if (!staging || !requests[0]->kept[0])
-    bench.values_final = [&] {
-      end();
-      count();
-      announce(requests);
-    };
-  if (staging) staging->begin(requests, group, d.kind != OpKind::kBroadcast || d.root == rank_);
-  ++exchange_count_;
-  run_exchange(requests, group, set.ranks, bench);
-  end();
-  count();
+  bench.staging = bench.nccl ? nullptr : staging_for(requests);
+  if (bench.staging) {
+    if (requests[0]->kept[0]) bench.values_final = {};  // what is kept may change until the end
+    bench.staging->begin(requests, exchange.group, d.kind != OpKind::kBroadcast || d.root == rank_);
+  }
+  if (exchange.allreduce) {
+    exchange.allreduce->run();
+  } else {
+    run_exchange(requests, exchange.group, sets_.at(exchange.task.set).ranks, bench);
+  }
+  exchange.end();
+  exchange.count();
   complete(requests, nullptr);
 }
 

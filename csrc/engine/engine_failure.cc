@@ -91,7 +91,7 @@ void Engine::tick() {
   const double now = now_s();
   if (now - ticked_s_ < 0.5) return;
   ticked_s_ = now;
-  if (anything_open() && exchanging_.empty()) transport_->progress();
+  if (anything_open() && under_way_.empty()) transport_->progress();
   const bool waiting = (anything_open() || on_device()) && now - open_since_s_ > 1;
   const int silent = liveness_.tick(now, waiting || stopping_now_);
   if (silent >= 0)
@@ -99,7 +99,7 @@ void Engine::tick() {
                      ": stopped, or its machine is overloaded or unreachable (peer_timeout_s)");
   if (ledger_) look_for_stalls(now);
   if (on_device()) look_at_device(now);
-  const bool idle = exchanging_.empty() && !anything_open() && !on_device();
+  const bool idle = under_way_.empty() && !anything_open() && !on_device();
   if (nccl_ && idle && !stopping_now_) nccl_->tidy();
 }
 
@@ -147,8 +147,10 @@ void Engine::check_progress(double waited_s, int peer, double& warned_s) {
     if (abandoned_) throw Verdict(name_of(rank_) + " has ended bagua during an exchange");
   }
   const auto stuck = [&] {
-    std::string text = exchanging_.empty() ? "an exchange" : exchanging_[0]->label();
-    if (exchanging_.size() > 1) text += " and " + std::to_string(exchanging_.size() - 1) + " more";
+    const std::vector<RequestPtr> none;
+    const auto& requests = under_way_.empty() ? none : under_way_.front()->requests;
+    std::string text = requests.empty() ? "an exchange" : requests[0]->label();
+    if (requests.size() > 1) text += " and " + std::to_string(requests.size() - 1) + " more";
     return text + ", on which all ranks had agreed, made no progress for " + seconds(waited_s) +
            (peer < 0 ? "" : ", waiting for " + name_of(peer));
   };
@@ -222,12 +224,13 @@ void Engine::let_go_of_exchange() {
     keep_for_ever(std::move(staging_));  // the device may still bring something
   }
   if (transport_->abort() && still) return;
-  for (const RequestPtr& request : exchanging_) {
-    keep_for_ever(request->keepalive);
-    for (const Output& output : request->handle->outputs) keep_for_ever(output.data);
+  for (const auto& exchange : under_way_) {
+    for (const RequestPtr& request : exchange->requests) {
+      keep_for_ever(request->keepalive);
+      for (const Output& output : request->handle->outputs) keep_for_ever(output.data);
+    }
+    keep_for_ever(std::move(exchange->scratch));
   }
-  keep_for_ever(std::move(scratch_));
-  scratch_ = std::make_unique<Scratch>(arenas());
 }
 
 // Every open request gets the failure, also those nobody has looked at yet.
@@ -248,8 +251,11 @@ void Engine::fail_everything(const FailurePtr& failure) {
     if (set.joining) open.push_back(std::exchange(set.joining, nullptr));
     set.report.clear();
   }
-  open.insert(open.end(), exchanging_.begin(), exchanging_.end());
-  exchanging_.clear();
+  for (const auto& exchange : under_way_) tasks_.push_back(exchange->task);
+  under_way_.clear();
+  for (const Task& task : tasks_)
+    open.insert(open.end(), task.requests.begin(), task.requests.end());
+  tasks_.clear();
   open.erase(std::remove_if(open.begin(), open.end(),
                             [](const RequestPtr& request) { return request->handle->done(); }),
              open.end());

@@ -1,6 +1,7 @@
 #include "engine/tensors.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "common/memory.h"
 
@@ -89,6 +90,25 @@ void for_jobs(const std::vector<Tensor>& tensors, Group& group, const Workbench&
     run(job);
     begin = end;
   }
+}
+
+bool overlap(const std::vector<RequestPtr>& some, const std::vector<RequestPtr>& others) {
+  using Range = std::pair<const char*, const char*>;
+  const auto ranges_of = [](const std::vector<RequestPtr>& requests) {
+    std::vector<Range> ranges;
+    for (const Tensor& t : tensors_by_dtype(requests)) {
+      ranges.emplace_back(t.out, t.out + t.nbytes());
+      if (t.in != t.out) ranges.emplace_back(t.in, t.in + t.nbytes());
+    }
+    std::sort(ranges.begin(), ranges.end());
+    return ranges;
+  };
+  const std::vector<Range> ours = ranges_of(some), theirs = ranges_of(others);
+  for (auto a = ours.begin(), b = theirs.begin(); a != ours.end() && b != theirs.end();) {
+    if (a->first < b->second && b->first < a->second) return true;
+    a->second < b->second ? ++a : ++b;
+  }
+  return false;
 }
 
 std::vector<Apart> take_apart(std::vector<Tensor>& tensors, Group& group, const Workbench& bench) {

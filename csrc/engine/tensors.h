@@ -26,6 +26,9 @@ std::vector<Tensor> tensors_by_dtype(const std::vector<RequestPtr>& requests);
 void for_jobs(const std::vector<Tensor>& tensors, Group& group, const Workbench& bench, bool fuse,
               const std::function<void(Job&)>& run);
 
+// Whether memory of the one's tensors is also that of the other's.
+bool overlap(const std::vector<RequestPtr>& some, const std::vector<RequestPtr>& others);
+
 // Tensors that share memory, in copies, and where their results go from there.
 struct Apart {
   char* to;

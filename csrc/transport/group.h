@@ -18,12 +18,14 @@ struct Work {
 
 class Group {
  public:
-  // `ranks` are transport ranks in ascending order; `me` is an index into them.
-  Group(Transport& transport, Waiter& waiter, std::vector<int> ranks, int me)
+  // `ranks` are transport ranks in ascending order; `me` is an index into them. Messages travel on
+  // this track.
+  Group(Transport& transport, Waiter& waiter, std::vector<int> ranks, int me, int track = 0)
       : transport_(transport),
         waiter_(waiter),
         ranks_(std::move(ranks)),
         me_(me),
+        track_(track),
         node_(transport.node()) {
     for (size_t i = 0; node_ && i < ranks_.size(); ++i) {
       node_indices_.push_back(node_->index_of(ranks_[i]));
@@ -38,7 +40,7 @@ class Group {
       if (i == me_) me = static_cast<int>(ranks.size());
       ranks.push_back(ranks_[i]);
     }
-    return {transport_, waiter_, std::move(ranks), me};
+    return {transport_, waiter_, std::move(ranks), me, track_};
   }
   // What a part of this group has done is done by it.
   void count(const Group& part) {
@@ -60,11 +62,11 @@ class Group {
   Ticket send(int index, const void* data, size_t nbytes) {
     work_.sent_nbytes += static_cast<int64_t>(nbytes);
     touch(nbytes);
-    return transport_.send(ranks_[index], data, nbytes);
+    return transport_.send(ranks_[index], track_, data, nbytes);
   }
   Ticket recv(int index, void* data, size_t nbytes) {
     touch(nbytes);
-    return transport_.recv(ranks_[index], data, nbytes);
+    return transport_.recv(ranks_[index], track_, data, nbytes);
   }
 
   // As Transport::done.
@@ -72,6 +74,18 @@ class Group {
   // Waits for one message.
   void wait(Ticket ticket) {
     wait_until([&] { return transport_.done(ticket); }, transport_.peer_of(ticket));
+  }
+  // Whether a message is there, which may be asked again: its ticket is kNoTicket then. Waits for
+  // it, where it may.
+  bool here(Ticket& ticket, bool waits) {
+    if (ticket == kNoTicket) return true;
+    if (waits) {
+      wait(ticket);
+    } else if (!transport_.done(ticket)) {
+      return false;
+    }
+    ticket = kNoTicket;
+    return true;
   }
   // Waits until a condition holds; `peer` is whose doing that is, if it is one rank's.
   template <class Reached>
@@ -144,6 +158,7 @@ class Group {
   Waiter& waiter_;
   const std::vector<int> ranks_;
   const int me_;
+  const int track_;
   Node* node_;
   std::vector<int> node_indices_;
   static constexpr int64_t kLookNbytes = 128 << 20;
@@ -156,14 +171,18 @@ class Flight {
  public:
   explicit Flight(Group& group) : group_(group) {}
   void add(Ticket ticket) { tickets_.push_back(ticket); }
-  void wait() {
-    for (Ticket ticket : tickets_) group_.wait(ticket);
-    tickets_.clear();
+  // Whether all have landed. Waits for them, where it may.
+  bool landed(bool waits) {
+    for (; next_ < tickets_.size(); ++next_)
+      if (!group_.here(tickets_[next_], waits)) return false;
+    return true;
   }
+  void wait() { landed(true); }
 
  private:
   Group& group_;
   std::vector<Ticket> tickets_;
+  size_t next_ = 0;  // of those that have perhaps not landed
 };
 
 }  // namespace bagua

@@ -17,16 +17,16 @@ class LoopbackTransport : public Transport {
   int rank() const override { return rank_; }
   int size() const override { return hub_.size_; }
 
-  Ticket send(int peer, const void* data, size_t nbytes) override {
+  Ticket send(int peer, int track, const void* data, size_t nbytes) override {
     const char* bytes = static_cast<const char*>(data);
     std::lock_guard<std::mutex> lock(hub_.mutex_);
-    hub_.wires_[{rank_, peer}].emplace_back(bytes, bytes + nbytes);
+    hub_.wires_[{rank_, peer, track}].emplace_back(bytes, bytes + nbytes);
     return kDone;
   }
 
-  Ticket recv(int peer, void* data, size_t nbytes) override {
+  Ticket recv(int peer, int track, void* data, size_t nbytes) override {
     const Ticket ticket = next_++;
-    receives_[ticket] = {peer, data, nbytes};
+    receives_[ticket] = {peer, track, data, nbytes};
     return ticket;
   }
 
@@ -58,16 +58,16 @@ class LoopbackTransport : public Transport {
  private:
   static constexpr Ticket kDone = 0;
   struct Receive {
-    int peer;
+    int peer, track;
     void* data;
     size_t nbytes;
   };
 
-  // Tickets ascend, so the map's order is the posting order that pairs match in.
+  // Tickets ascend, so the map's order is the posting order that pairs and tracks match in.
   void match() {
     std::lock_guard<std::mutex> lock(hub_.mutex_);
     for (auto it = receives_.begin(); it != receives_.end();) {
-      auto& wire = hub_.wires_[{it->second.peer, rank_}];
+      auto& wire = hub_.wires_[{it->second.peer, rank_, it->second.track}];
       if (wire.empty()) {
         ++it;
         continue;

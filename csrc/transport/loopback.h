@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <tuple>
 #include <vector>
 
 #include "transport/node.h"
@@ -28,8 +29,8 @@ class LoopbackHub {
   const std::vector<int> node_of_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<Node>> nodes_;  // by rank, until it connects
-  // Messages sent and not yet received, per (from, to). Guarded by mutex_.
-  std::map<std::pair<int, int>, std::deque<std::vector<char>>> wires_;
+  // Messages sent and not yet received, per (from, to, track). Guarded by mutex_.
+  std::map<std::tuple<int, int, int>, std::deque<std::vector<char>>> wires_;
 };
 
 }  // namespace bagua

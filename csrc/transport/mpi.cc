@@ -16,7 +16,7 @@
 namespace bagua {
 namespace {
 
-constexpr int kTag = 0x6267;
+constexpr int kTag = 0x6267;  // of the first track
 // MPI counts are ints, so a message above this travels as several; pairs stay in order.
 constexpr size_t kMaxMessage = size_t{1} << 30;
 
@@ -142,17 +142,17 @@ class MpiTransport : public Transport {
     return node_numbers_.empty() ? rank : node_numbers_[static_cast<size_t>(rank)];
   }
 
-  Ticket send(int peer, const void* data, size_t nbytes) override {
+  Ticket send(int peer, int track, const void* data, size_t nbytes) override {
     return start(peer, nbytes, [&](size_t at, int n, MPI_Request* request) {
       const char* from = static_cast<const char*>(data) + at;
-      check(MPI_Isend(from, n, MPI_BYTE, peer, kTag, comm_, request), "MPI_Isend");
+      check(MPI_Isend(from, n, MPI_BYTE, peer, kTag + track, comm_, request), "MPI_Isend");
     });
   }
 
-  Ticket recv(int peer, void* data, size_t nbytes) override {
+  Ticket recv(int peer, int track, void* data, size_t nbytes) override {
     return start(peer, nbytes, [&](size_t at, int n, MPI_Request* request) {
       char* to = static_cast<char*>(data) + at;
-      check(MPI_Irecv(to, n, MPI_BYTE, peer, kTag, comm_, request), "MPI_Irecv");
+      check(MPI_Irecv(to, n, MPI_BYTE, peer, kTag + track, comm_, request), "MPI_Irecv");
     });
   }
 
@@ -172,7 +172,7 @@ class MpiTransport : public Transport {
 
   void progress() override {
     int flag = 0;
-    check(MPI_Iprobe(MPI_ANY_SOURCE, kTag, comm_, &flag, MPI_STATUS_IGNORE), "MPI_Iprobe");
+    check(MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm_, &flag, MPI_STATUS_IGNORE), "MPI_Iprobe");
   }
 
   // Requests to a dead peer may never complete and cannot be freed safely: they are let go.

@@ -1,10 +1,11 @@
 // How bytes get from one rank to another. A transport moves messages between pairs of ranks, in
-// order per pair, and never blocks: collectives start sends and receives, then wait through a
-// Waiter that knows deadlines and failures.
+// order per pair and track, and never blocks: collectives start sends and receives, then wait
+// through a Waiter that knows deadlines and failures.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <set>
 #include <vector>
 
@@ -12,8 +13,12 @@ namespace bagua {
 
 class Node;
 
+// So many exchanges can be under way between the same ranks, each with a track of its own.
+constexpr int kTracks = 4;
+
 // Names one message in flight. Owned by the transport; valid until done() returned true.
 using Ticket = int32_t;
+constexpr Ticket kNoTicket = std::numeric_limits<Ticket>::min();
 
 class Transport {
  public:
@@ -21,9 +26,10 @@ class Transport {
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
-  // The memory must stay valid until the ticket is done. One thread at a time.
-  virtual Ticket send(int peer, const void* data, size_t nbytes) = 0;
-  virtual Ticket recv(int peer, void* data, size_t nbytes) = 0;
+  // The memory must stay valid until the ticket is done. One thread at a time. Messages of
+  // different tracks need not be received in the order in which they were sent.
+  virtual Ticket send(int peer, int track, const void* data, size_t nbytes) = 0;
+  virtual Ticket recv(int peer, int track, void* data, size_t nbytes) = 0;
   // Makes progress; true once, when the message has left or arrived.
   virtual bool done(Ticket ticket) = 0;
 

@@ -7,6 +7,7 @@
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -68,13 +69,13 @@ class GatedTransport : public Transport {
       : inner_(std::move(inner)), gate_(gate) {}
   int rank() const override { return inner_->rank(); }
   int size() const override { return inner_->size(); }
-  Ticket send(int peer, const void* data, size_t nbytes) override {
-    if (!gate_.holds_back) return inner_->send(peer, data, nbytes);
-    held_.emplace_back(peer, std::string(static_cast<const char*>(data), nbytes));
+  Ticket send(int peer, int track, const void* data, size_t nbytes) override {
+    if (!gate_.holds_back) return inner_->send(peer, track, data, nbytes);
+    held_.emplace_back(peer, track, std::string(static_cast<const char*>(data), nbytes));
     return kHeld;
   }
-  Ticket recv(int peer, void* data, size_t nbytes) override {
-    const Ticket ticket = inner_->recv(peer, data, nbytes);
+  Ticket recv(int peer, int track, void* data, size_t nbytes) override {
+    const Ticket ticket = inner_->recv(peer, track, data, nbytes);
     received_.insert(ticket);
     return ticket;
   }
@@ -96,7 +97,8 @@ class GatedTransport : public Transport {
     return ticket == kHeld ? -1 : inner_->peer_of(ticket);
   }
   void progress() override {
-    for (const auto& [peer, message] : held_) inner_->send(peer, message.data(), message.size());
+    for (const auto& [peer, track, message] : held_)
+      inner_->send(peer, track, message.data(), message.size());
     held_.clear();
     inner_->progress();
   }
@@ -112,7 +114,7 @@ class GatedTransport : public Transport {
   const std::unique_ptr<Transport> inner_;
   Gate& gate_;
   std::set<Ticket> received_;
-  std::vector<std::pair<int, std::string>> held_;  // with whom each is for
+  std::vector<std::tuple<int, int, std::string>> held_;  // with whom each is for, and its track
 };
 
 class LoopbackWorld {
