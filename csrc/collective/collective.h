@@ -151,29 +151,31 @@ class UnderWay {
  public:
   virtual ~UnderWay() = default;
   // Does what can be done without waiting for anybody.
-  void advance() { go_on(/*waits=*/false); }
-  void finish() { go_on(/*waits=*/true); }
-
- protected:
-  // Goes on where it stopped, up to where it would have to wait, unless it may.
-  virtual void go_on(bool waits) = 0;
+  virtual void advance() = 0;
+  // Does what is left.
+  virtual void finish() = 0;
 };
 // The same for several of a kind, which all do a step before any does the next.
 template <class Each>
 class AllUnderWay : public UnderWay {
+ public:
+  void advance() override { go_on(/*waits=*/false); }
+  void finish() override { go_on(/*waits=*/true); }
+
  protected:
   using Step = bool (Each::*)(bool waits);  // whether it is over
 
   explicit AllUnderWay(std::vector<Step> steps) : steps_(std::move(steps)) {}
-  void go_on(bool waits) override {
+
+  std::deque<Each> each;
+
+ private:
+  void go_on(bool waits) {
     for (; step_ < steps_.size(); ++step_, one_ = 0)
       for (; one_ < each.size(); ++one_)
         if (!(each[one_].*steps_[step_])(waits)) return;
   }
 
-  std::deque<Each> each;
-
- private:
   const std::vector<Step> steps_;
   size_t step_ = 0, one_ = 0;
 };

@@ -176,13 +176,12 @@ class AllCompressed : public AllUnderWay<Compressed> {
     for (Compressed& one : each) one.expect_results();
     for (Compressed& one : each) one.offer_all();
   }
-
- private:
-  void go_on(bool waits) override {
-    AllUnderWay::go_on(waits);
-    if (waits) floats_.give_back();
+  void finish() override {
+    AllUnderWay::finish();
+    floats_.give_back();
   }
 
+ private:
   const AsFloats floats_;
 };
 

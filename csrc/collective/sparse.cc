@@ -126,6 +126,11 @@ class Sparse : public AllUnderWay<Gather> {
     for (Gather& one : each) one.expect_all();
     for (Gather& one : each) one.offer_all();
   }
+  void finish() override {
+    AllUnderWay::finish();
+    for (const Dense& one : dense_) densely(one.floats, one.segments, one.nbytes);
+    floats_.give_back();
+  }
 
  private:
   struct Dense {
@@ -133,13 +138,6 @@ class Sparse : public AllUnderWay<Gather> {
     std::vector<Stretch> segments;
     int64_t nbytes;  // of the wire
   };
-
-  void go_on(bool waits) override {
-    AllUnderWay::go_on(waits);
-    if (!waits) return;
-    for (const Dense& one : dense_) densely(one.floats, one.segments, one.nbytes);
-    floats_.give_back();
-  }
 
   const AsFloats floats_;
   std::vector<Dense> dense_;
