@@ -283,9 +283,7 @@ bool Engine::turn(int timeout_us) {
     bool progressed = !busy && take_submissions();
     receive(progressed || busy || !decisions_.empty() ? 0 : timeout_us);
     if (!busy && !decisions_.empty()) {
-      const Decision decision = std::move(decisions_.front());
-      decisions_.pop_front();
-      accept(decision);
+      accept_next();
       progressed = true;
     }
     // One at a time: who drives may have got what it waits for, and others may have asked for more.

@@ -176,7 +176,7 @@ class Engine {
   void report(Set& set, const RequestPtr& request);
   void send_reports();
   void decide(bool everything = false);
-  void accept(const Decision& decision);
+  void accept_next();
   void line_up(int32_t id, const std::vector<Decision::Agreed>& agreed,
                std::vector<Entry>& forgotten);
   RequestPtr take_open(Set& set, int32_t id, const Key& key);
@@ -239,6 +239,7 @@ class Engine {
   std::vector<RequestPtr> taken_;
   std::deque<Decision> decisions_;
   std::deque<Task> tasks_;   // that have not begun
+  bool held_back_ = false;   // the first of them, until an exchange ends
   bool took_ahead_ = false;  // since there was but one exchange left
   int64_t open_count_ = 0;   // requests reported and not done
   double open_since_s_ = 0;

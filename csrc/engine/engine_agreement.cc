@@ -111,7 +111,9 @@ void Engine::decide(bool everything) {
   }
 }
 
-void Engine::accept(const Decision& decision) {
+void Engine::accept_next() {
+  const Decision decision = std::move(decisions_.front());
+  decisions_.pop_front();
   Set& set = sets_.at(decision.set);
   std::vector<Entry> forgotten;
   for (const auto& definition : decision.definitions) {

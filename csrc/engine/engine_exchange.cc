@@ -26,6 +26,7 @@ void Engine::take_task() {
   if (under_way_.size() == 1 && tasks_.empty()) took_ahead_ = false;
   carry_out(*under_way_.front());
   under_way_.pop_front();
+  held_back_ = false;
 }
 
 // While this rank waits for others in an exchange: begins those that come next, so that links are
@@ -35,12 +36,11 @@ void Engine::work_ahead() {
     under_way_[i]->allreduce->advance();
     under_way_[i]->count();
   }
-  if (tasks_.empty() && !decisions_.empty() && sets_.count(decisions_.front().set) > 0) {
-    const Decision decision = std::move(decisions_.front());
-    decisions_.pop_front();
-    accept(decision);
-  }
-  while (!tasks_.empty() && may_begin(tasks_.front())) {
+  if (tasks_.empty() && !decisions_.empty() && sets_.count(decisions_.front().set) > 0)
+    accept_next();
+  while (!held_back_ && !tasks_.empty()) {
+    held_back_ = !may_begin(tasks_.front());
+    if (held_back_) return;
     under_way_.push_back(std::make_unique<Exchange>(*this, tasks_.front()));
     tasks_.pop_front();
     Exchange& next = *under_way_.back();
@@ -50,7 +50,8 @@ void Engine::work_ahead() {
   }
 }
 
-// Of another process set it might meet, on its track, what others have not yet done before it.
+// Who shares memory does not send. Of another process set it might meet, on its track, what others
+// have not yet done before it.
 bool Engine::may_begin(const Task& next) const {
   const auto fits = [](const RequestPtr& request) {
     return request->description.kind == OpKind::kAllreduce && !request->description.on_device &&
@@ -59,7 +60,10 @@ bool Engine::may_begin(const Task& next) const {
   const auto all_fit = [&](const Task& task) {
     return !task.requests.empty() && std::all_of(task.requests.begin(), task.requests.end(), fits);
   };
-  if (under_way_.size() >= kTracks || !all_fit(next)) return false;
+  const std::vector<int>& ranks = sets_.at(next.set).ranks;
+  if (under_way_.size() >= kTracks || !all_fit(next) ||
+      node_count(*transport_, ranks) < ranks.size())
+    return false;
   int64_t nbytes = next.nbytes;
   for (const auto& exchange : under_way_) {
     const Task& task = exchange->task;

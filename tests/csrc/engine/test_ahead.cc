@@ -95,12 +95,14 @@ TEST_P(Ahead, ADeathEndsThemAll) {
 TEST_P(Ahead, NotInMemoryThatTheOneBeforeWritesTo) {
   submit(0);
   wait_until_begun(1);
+  const int64_t before = world[1].message_count();
   for (int rank = 0; rank < 3; ++rank) {
     auto request = allreduce_of("again", data[static_cast<size_t>(rank)]);
     request->description.codec = GetParam().codec;
     handles[static_cast<size_t>(rank)].push_back(
         world[rank].submit(std::move(request), Urgency::kNow));
   }
+  while (world[1].message_count() == before) std::this_thread::yield();  // until it is reported
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(world[rank].exchange_count(), 1);
   open();
