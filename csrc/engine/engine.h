@@ -137,7 +137,7 @@ class Engine {
     ~Exchange();
     Exchange(const Exchange&) = delete;
     void end();
-    void count();
+    bool count();
 
     Engine& engine;
     const Task task;
@@ -183,7 +183,7 @@ class Engine {
 
   // engine_exchange.cc
   void take_task();
-  void work_ahead();
+  bool work_ahead();
   bool may_begin(const Task& next) const;
   std::unique_ptr<Scratch> take_scratch();
   void carry_out(Exchange& exchange);

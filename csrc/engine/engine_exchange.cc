@@ -30,24 +30,26 @@ void Engine::take_task() {
 }
 
 // While this rank waits for others in an exchange: begins those that come next, so that links are
-// busy, and does for them what it can.
-void Engine::work_ahead() {
+// busy, and does for them what it can. Whether that was anything.
+bool Engine::work_ahead() {
+  bool worked = false;
   for (size_t i = 1; i < under_way_.size(); ++i) {
     under_way_[i]->allreduce->advance();
-    under_way_[i]->count();
+    worked |= under_way_[i]->count();
   }
   if (tasks_.empty() && !decisions_.empty() && sets_.count(decisions_.front().set) > 0)
     accept_next();
   while (!held_back_ && !tasks_.empty()) {
     held_back_ = !may_begin(tasks_.front());
-    if (held_back_) return;
+    if (held_back_) return worked;
     under_way_.push_back(std::make_unique<Exchange>(*this, tasks_.front()));
     tasks_.pop_front();
     Exchange& next = *under_way_.back();
     next.allreduce.emplace(next.requests, next.group, next.bench);
     next.allreduce->begin();
-    next.count();
+    worked |= next.count();
   }
+  return worked;
 }
 
 // Who shares memory does not send. Of another process set it might meet, on its track, what others
@@ -111,13 +113,15 @@ void Engine::Exchange::end() {
   if (bench.nccl) bench.nccl->end(requests);
 }
 
-// Before who waits for the requests can look.
-void Engine::Exchange::count() {
+// Before who waits for the requests can look. Whether anything was done since the last time.
+bool Engine::Exchange::count() {
   const Work& done = group.work();
+  const bool more = done.touched_nbytes > counted.touched_nbytes;
   engine.sent_nbytes_ += done.sent_nbytes - counted.sent_nbytes;
   engine.touched_nbytes_ += done.touched_nbytes - counted.touched_nbytes;
   engine.codec_us_ += static_cast<int64_t>((done.codec_s - counted.codec_s) * 1e6);
   counted = done;
+  return more;
 }
 
 void Engine::carry_out(Exchange& exchange) {

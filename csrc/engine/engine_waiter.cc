@@ -51,8 +51,8 @@ void EngineWaiter::pause(Node* node) {
     engine_.transport_->progress();
   }
   engine_.take_ahead();
-  engine_.work_ahead();
-  engine_.receive(node ? 0 : nap_us_);
+  const bool worked = engine_.work_ahead();
+  engine_.receive(node || worked ? 0 : nap_us_);
   if (!own_core) nap_us_ = std::min(nap_us_ + nap_us_ / 2, kLongestNapUs);
   looked_s_ = now_s();
   engine_.tick();
