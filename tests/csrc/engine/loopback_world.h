@@ -7,10 +7,12 @@
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "common/clock.h"
 #include "control/loopback_channel.h"
 #include "engine/engine.h"
 #include "ranks.h"
@@ -159,6 +161,17 @@ class LoopbackWorld {
   std::deque<Gate> gates;  // by rank
   std::vector<std::shared_ptr<Engine>> engines;
 };
+
+template <class Reached>
+void wait_until(Reached&& reached) {
+  const double late_s = now_s() + kHangS;
+  while (!reached() && now_s() < late_s) std::this_thread::yield();
+  ASSERT_TRUE(reached());
+}
+
+inline void open_gates(LoopbackWorld& world, int messages) {
+  for (Gate& gate : world.gates) gate.open = messages;
+}
 
 template <class T>
 constexpr DType dtype_of() {

@@ -19,13 +19,7 @@ struct Kind {
 class Ahead : public testing::TestWithParam<Kind> {
  protected:
   // Ranks by themselves, whose gates are shut.
-  explicit Ahead(int n = 3) : world(n) {
-    for (Gate& gate : world.gates) gate.open = 0;
-    handles.resize(static_cast<size_t>(n));
-  }
-  void open() {
-    for (Gate& gate : world.gates) gate.open = 1 << 30;
-  }
+  Ahead() : handles(3), world(3) { open_gates(world, 0); }
   // Submits one more on every rank. All but two values are zeros: a codec that keeps few loses
   // none.
   void submit(int number) {
@@ -39,14 +33,9 @@ class Ahead : public testing::TestWithParam<Kind> {
           world[rank].submit(std::move(request), Urgency::kNow));
     }
   }
-  // Until all ranks have sent something of that many exchanges.
   void wait_until_begun(int64_t exchanges) {
     for (int rank = 0; rank < world.size(); ++rank)
-      while (world[rank].exchange_count() < exchanges) {
-        const FailurePtr failure = world[rank].failure();
-        ASSERT_FALSE(failure) << failure->what;
-        std::this_thread::yield();
-      }
+      wait_until([&] { return world[rank].exchange_count() >= exchanges; });
   }
 
   std::deque<std::vector<float>> data;  // by number, then by rank
@@ -67,7 +56,7 @@ TEST_P(Ahead, LargeOnesBeginWhileTheFirstWaits) {
   }
   for (int number = kTracks; number < 3 * kTracks; ++number) submit(number);
   EXPECT_FALSE(handles[0][0]->done());
-  open();
+  open_gates(world, 1 << 30);
   world.run([&](int rank) {
     for (const HandlePtr& handle : handles[static_cast<size_t>(rank)]) finish(world[rank], handle);
   });
@@ -102,10 +91,10 @@ TEST_P(Ahead, NotInMemoryThatTheOneBeforeWritesTo) {
     handles[static_cast<size_t>(rank)].push_back(
         world[rank].submit(std::move(request), Urgency::kNow));
   }
-  while (world[1].message_count() == before) std::this_thread::yield();  // until it is reported
+  wait_until([&] { return world[1].message_count() > before; });  // it is reported
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(world[rank].exchange_count(), 1);
-  open();
+  open_gates(world, 1 << 30);
   world.run([&](int rank) {
     for (const HandlePtr& handle : handles[static_cast<size_t>(rank)]) finish(world[rank], handle);
     EXPECT_EQ(data[static_cast<size_t>(rank)].front(), 3 * (0 + 1 + 2));

@@ -46,7 +46,7 @@ class OpenExchange : public testing::TestWithParam<Setting> {
     const auto n = GetParam().node_of.size();
     handles.clear();
     world = std::make_unique<LoopbackWorld>(GetParam().node_of, config);
-    for (Gate& gate : world->gates) gate.open = 0;
+    open_gates(*world, 0);
     data.assign(n, std::vector<float>(kCount, 1));
     handles.resize(n);
   }
@@ -122,7 +122,7 @@ TEST_P(OpenExchange, EndsWhereNothingComesForLong) {
 // rank 0. There, the other rank's report may wake the coordination thread, which asks nobody.
 TEST(Interrupted, EndsAnExchangeThatGetsNowhere) {
   LoopbackWorld world(NodeOf{0, 1}, quiet_config());
-  for (Gate& gate : world.gates) gate.open = 0;
+  open_gates(world, 0);
   world.run([&](int rank) {
     std::vector<float> data(kCount, 1);
     const HandlePtr handle = world[rank].submit(allreduce_of("x", data), Urgency::kWaited);
@@ -149,7 +149,7 @@ TEST_P(OpenExchange, IsCarriedOutThoughItsRanksShutDown) {
       }
       wait_until_all_are_in_it();
       for (auto& engine : world->engines) engine->stop();
-      for (Gate& gate : world->gates) gate.open = 1 << 30;
+      open_gates(*world, 1 << 30);
     });
     for (auto& engine : world->engines) EXPECT_TRUE(engine->wait_stopped(kHangS));
     for (int rank = 0; rank < n; ++rank) {

@@ -6,7 +6,6 @@
 #include <numeric>
 
 #include "collective/peers.h"
-#include "common/clock.h"
 #include "engine/loopback_world.h"
 
 namespace bagua {
@@ -162,17 +161,6 @@ TEST(Engine, FusesSmallRequestsAndKeepsLargeOnesApart) {
     for (const auto& values : data) EXPECT_EQ(values, std::vector<float>(5, 2));
     EXPECT_LE(world[rank].exchange_count(), 3);
   });
-}
-
-template <class Reached>
-void wait_until(Reached&& reached) {
-  const double late_s = now_s() + kHangS;
-  while (!reached() && now_s() < late_s) std::this_thread::yield();
-  ASSERT_TRUE(reached());
-}
-
-void open_gates(LoopbackWorld& world, int messages) {
-  for (Gate& gate : world.gates) gate.open = messages;
 }
 
 struct Driven {
