@@ -21,6 +21,12 @@ class Everyone:
         self.size: int = hvd.size()
         self.ranks = range(self.size)
 
+    @property
+    def shows_memory(self) -> bool:
+        """Whether ranks of a machine must see what they exchange with other machines."""
+        one_each = self.hvd.local_size() == 1 and self.hvd.is_homogeneous()
+        return not one_each and self.hvd.local_size() < self.size
+
     def draw(self, shape, dtype=torch.float32, seed=0) -> list[torch.Tensor]:
         """One tensor per rank; `shape` may be a function of the rank."""
         shapes = [shape(rank) if callable(shape) else shape for rank in self.ranks]
