@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <thread>
 #include <utility>
@@ -67,6 +68,7 @@ struct Program {
 };
 
 struct OwnDevice {
+  std::deque<std::vector<float>> memory;  // outlives what runs
   PretendDevice own{/*work_us=*/500};
 };
 
@@ -75,6 +77,8 @@ struct Gpu : OwnDevice, Program {
   explicit Gpu(bool has_nccl = true) : Program(own) {
     if (has_nccl) device.use_nccl(&FakeNccl::library());
   }
+  // Values that stay where they are: after an error, others may still read them.
+  std::vector<float>& lasting(size_t count) { return memory.emplace_back(count); }
   RequestPtr on_device(RequestPtr request) {
     request->description.on_device = true;
     return Program::on_device(std::move(request));

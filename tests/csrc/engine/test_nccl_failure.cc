@@ -56,7 +56,7 @@ TEST(NcclFailure, ADeadPeerEndsWhatIsUnderWay) {
   std::atomic<int> under_way{0};
   GpuWorld world(3);
   world.run([&](int rank, Gpu& gpu, Engine& engine) {
-    std::vector<float> values(1000);
+    std::vector<float>& values = gpu.lasting(1000);
     if (rank == 1) gpu.hold(go);
     const auto handle = gpu.submit(engine, allreduce_of("x", values), Urgency::kWaited);
     finish(engine, handle);
@@ -81,7 +81,7 @@ TEST(NcclFailure, AnErrorOfNcclLeavesNoGroupOpen) {
   GpuWorld world(2);
   FakeNccl::fail_next();
   world.run([&](int, Gpu& gpu, Engine& engine) {
-    std::vector<float> values(1000);
+    std::vector<float>& values = gpu.lasting(1000);
     gpu.compute(values, 1);
     const std::string text = error_of<PeerError>([&] {
       for (;;) call(engine, gpu.on_device(allreduce_of("x", values)));
@@ -98,7 +98,7 @@ TEST(NcclFailure, CommunicatorsAreAbortedAtOnce) {
       GpuWorld world(2);
       FakeNccl::abort_together(2);
       world.run([&](int rank, Gpu& gpu, Engine& engine) {
-        std::vector<float> values(1000);
+        std::vector<float>& values = gpu.lasting(1000);
         const int32_t sets[] = {add_set(engine, {0}), add_set(engine, {1})};
         for (const int32_t set : {0, sets[rank]}) {
           gpu.compute(values, 1);
@@ -108,7 +108,7 @@ TEST(NcclFailure, CommunicatorsAreAbortedAtOnce) {
       if (fails) {
         FakeNccl::fail_next();  // now that nobody is in an exchange of its own
         world.run([&](int, Gpu& gpu, Engine& engine) {
-          std::vector<float> values(1000);
+          std::vector<float>& values = gpu.lasting(1000);
           error_of<PeerError>([&] {
             for (;;) call(engine, gpu.on_device(allreduce_of("x", values)));
           });
@@ -126,13 +126,13 @@ TEST(NcclFailure, AnAbortThatHangsKeepsNobodyWaiting) {
   {
     GpuWorld world(2);
     world.run([&](int, Gpu& gpu, Engine& engine) {
-      std::vector<float> values(1000);
+      std::vector<float>& values = gpu.lasting(1000);
       gpu.compute(values, 1);
       gpu.exchange(engine, allreduce_of("x", values), values);
     });
     FakeNccl::fail_next();
     world.run([&](int, Gpu& gpu, Engine& engine) {
-      std::vector<float> values(1000);
+      std::vector<float>& values = gpu.lasting(1000);
       const std::string text = error_of<PeerError>([&] {
         for (;;) call(engine, gpu.on_device(allreduce_of("x", values)));
       });
@@ -151,7 +151,7 @@ TEST(NcclFailure, WhatNcclSaysOfOthersIsAPeerError) {
       GpuWorld world(n);
       FakeNccl::fail_next(how);
       world.run([&](int, Gpu& gpu, Engine& engine) {
-        std::vector<float> values(1000);
+        std::vector<float>& values = gpu.lasting(1000);
         ErrorKind kind = ErrorKind::kUsage;
         std::string text;
         try {
@@ -182,7 +182,7 @@ TEST(NcclFailure, WhereItDoesNotBeginOnOneRankNoneUsesIt) {
         FakeNccl::break_on(broken, says);
         GpuWorld world(n);
         world.run([&](int, Gpu& gpu, Engine& engine) {
-          std::vector<float> values(1000);
+          std::vector<float>& values = gpu.lasting(1000);
           for (int step = 0; step < 3; ++step) {
             gpu.compute(values, 1);
             EXPECT_EQ(gpu.exchange(engine, allreduce_of("x", values), values),
@@ -198,7 +198,7 @@ TEST(NcclFailure, ADeadPeerEndsTheBeginning) {
   FakeNccl::break_on(1, FakeNccl::Says::kNever);
   GpuWorld world(3);
   world.run([&](int rank, Gpu& gpu, Engine& engine) {
-    std::vector<float> values(1000);
+    std::vector<float>& values = gpu.lasting(1000);
     const auto handle = gpu.submit(engine, allreduce_of("x", values));
     if (rank == 1) {
       std::this_thread::sleep_for(std::chrono::milliseconds(300));  // its engine is in the middle
@@ -212,7 +212,7 @@ TEST(NcclFailure, ADeadPeerEndsTheBeginning) {
 TEST(NcclFailure, ABrokenDeviceIsAnErrorAndNoHang) {
   GpuWorld world(2);
   world.run([&](int rank, Gpu& gpu, Engine& engine) {
-    std::vector<float> values(1000);
+    std::vector<float>& values = gpu.lasting(1000);
     gpu.compute(values, 1);
     gpu.exchange(engine, allreduce_of("x", values), values);
     // In the order of submission, so that both have had theirs.
@@ -237,7 +237,7 @@ TEST(NcclFailure, WhatNeverEndsIsToldAfterAWhile) {
   GpuWorld world(2, /*has_nccl=*/true, config);
   std::atomic<bool> go{false};
   world.run([&](int rank, Gpu& gpu, Engine& engine) {
-    std::vector<float> values(1000);
+    std::vector<float>& values = gpu.lasting(1000);
     gpu.compute(values, 1);
     gpu.exchange(engine, allreduce_of("x", values), values);
     if (rank == 1) gpu.hold(go);
