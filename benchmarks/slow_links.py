@@ -126,7 +126,9 @@ def _wait_for_silence() -> None:
 
 
 def measure(names: list[str], rounds: int, hidden: int, address: str) -> dict[str, Figure]:
-    """On every rank."""
+    """On every rank. They meet by gloo: a barrier of MPI's, while Horovod's thread uses MPI between
+    hosts, now and then never ends.
+    """
     import torch
     from mpi4py import MPI
 
@@ -146,7 +148,7 @@ def measure(names: list[str], rounds: int, hidden: int, address: str) -> dict[st
             systems[name] = Turns(Bagua(algorithm), hidden, inputs, algorithm)
     for number in range(1 + rounds):
         for turns in systems.values():
-            turns.take(comm.Barrier, number > 0)
+            turns.take(torch.distributed.barrier, number > 0)
     mine = {name: turns.end() for name, turns in systems.items()}
     everyone = comm.allgather(mine)
     return {
