@@ -19,6 +19,7 @@
 #include "engine/engine.h"
 #include "engine/rings.h"
 #include "python/coding.h"
+#include "python/gradients.h"
 #include "python/handle.h"
 #include "python/notice.h"
 #include "python/objects.h"
@@ -148,6 +149,7 @@ PYBIND11_MODULE(_core, m) {
   add_submit(m);
   add_handle_type(m);
   add_notice_type(m);
+  add_gradient_functions(m);
   add_coding_type(m);
   m.def("refuse", refuse);
   m.def("withdraw", withdraw);

@@ -108,7 +108,7 @@ bool read_exchanged(const DLExchange& table, PyObject* object, Plain& plain) {
   plain.device = t.device_type == kCuda ? t.device_id : pretended ? pretended->number() : kHost;
   plain.dtype = type->dtype;
   plain.ndim = t.ndim;
-  return !is_negated(object);
+  return true;
 }
 
 bool dtype_of_format(std::string_view format, Py_ssize_t itemsize, DType& dtype) {
@@ -202,10 +202,14 @@ void pretend(int work_us) { pretended = new PretendDevice(work_us); }
 
 bool is_exchangeable(PyObject* tensor) { return exchange_of(Py_TYPE(tensor)) != nullptr; }
 
-bool read_plain(PyObject* tensor, Plain& plain) {
+bool read_memory(PyObject* tensor, Plain& plain) {
   if (const DLExchange* table = exchange_of(Py_TYPE(tensor)))
     return read_exchanged(*table, tensor, plain);
   return is_ndarray(tensor) && read_buffer(tensor, plain);
+}
+
+bool read_plain(PyObject* tensor, Plain& plain) {
+  return read_memory(tensor, plain) && !(is_exchangeable(tensor) && is_negated(tensor));
 }
 
 }  // namespace bagua
