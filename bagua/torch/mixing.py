@@ -98,7 +98,7 @@ class Mixing(BetweenSteps):
         )
 
     def _piece_nbytes(self) -> float:
-        # The next piece would wait for the neighbors of this one.
+        # In shared memory the next piece would wait for the neighbors of this one.
         return math.inf if self._settles_early() else super()._piece_nbytes()
 
     def _kept(self) -> Kept:

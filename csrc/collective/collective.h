@@ -1,5 +1,6 @@
-// What every collective is given, and the table of them. Collectives are straight blocking code:
-// deadlines and failures arrive as exceptions out of Group::wait.
+// What every collective is given, and the table of them. Collectives wait where they have to:
+// deadlines and failures arrive as exceptions out of Group::wait. Those that can be begun ahead go
+// in steps.
 #pragma once
 
 #include <algorithm>

@@ -55,8 +55,9 @@ Allreduce::Allreduce(const std::vector<RequestPtr>& requests, Group& group, cons
 void Allreduce::add(Job& job) {
   const bool alone = group_.size() == 1 || bench_.nccl;
   const Collective* row = alone ? nullptr : &choose(OpKind::kAllreduce, job, bench_);
-  // What comes from a device should not wait for the small ones that come last.
-  const bool begins = row && row->begin && (job.data || !bench_.staging);
+  // What comes from a device should not wait for the small ones that come last. As all ranks do,
+  // whether or not their own tensors are on one.
+  const bool begins = row && row->begin && (job.data || !d_.on_device);
   if (batches_.empty() || !begins || !has_room(batches_.back(), *row, job))
     batches_.push_back({row, begins, {}});
   batches_.back().jobs.push_back(&job);

@@ -286,9 +286,10 @@ bool Engine::turn(int timeout_us) {
       accept_next();
       progressed = true;
     }
-    // One at a time: who drives may have got what it waits for, and others may have asked for more.
+    // All of what was agreed on at once: who has got the first of it will soon wait for the rest,
+    // and does not have to hand it over to another thread. But no more: it has to go on, too.
     if (!under_way_.empty() || !tasks_.empty()) {
-      take_task();
+      while (!take_task()) continue;
       progressed = true;
     }
     tick();

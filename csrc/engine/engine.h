@@ -6,6 +6,7 @@
 // below are owned by the driver unless they say mutex_.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -130,11 +131,11 @@ class Engine {
     std::vector<RequestPtr> requests = {};
     int64_t nbytes = 0;
     int last_joined = -1;  // without requests: a rank, after which nobody is left to join
+    bool last = false;     // of what was agreed on at once
   };
   // The carrying out of one.
   struct Exchange {
     Exchange(Engine& engine, const Task& task);
-    ~Exchange();
     Exchange(const Exchange&) = delete;
     void end();
     bool count();
@@ -142,7 +143,7 @@ class Engine {
     Engine& engine;
     const Task task;
     const std::vector<RequestPtr>& requests;
-    std::unique_ptr<Scratch> scratch;
+    const size_t place;  // of its memory for intermediate results
     Group group;
     Workbench bench;
     Work counted;                        // what the counters have already
@@ -182,10 +183,10 @@ class Engine {
   RequestPtr take_open(Set& set, int32_t id, const Key& key);
 
   // engine_exchange.cc
-  void take_task();
+  bool take_task();
   bool work_ahead();
   bool may_begin(const Task& next) const;
-  std::unique_ptr<Scratch> take_scratch();
+  size_t take_scratch();
   void carry_out(Exchange& exchange);
   Staging* staging_for(const std::vector<RequestPtr>& requests);
   NcclExchange* nccl_for(int32_t id, const std::vector<RequestPtr>& requests, Group& group,
@@ -228,9 +229,9 @@ class Engine {
   double stopping_since_s_ = 0;
   double heard_s_ = 0;
   std::unique_ptr<Waiter> waiter_;
-  std::vector<std::unique_ptr<Scratch>> scratch_;  // that no exchange uses now
-  std::unique_ptr<Staging> staging_;               // of the process's device
-  Device* device_ = nullptr;                       // on which this rank has had tensors
+  std::array<std::unique_ptr<Scratch>, kTracks> scratch_;  // by place of an exchange
+  std::unique_ptr<Staging> staging_;                       // of the process's device
+  Device* device_ = nullptr;                               // on which this rank has had tensors
   std::unique_ptr<NcclExchange> nccl_;
   std::unique_ptr<Crew> crew_;  // while a caller waits, this rank's other cores are idle
   std::map<int32_t, Set> sets_;
@@ -238,10 +239,11 @@ class Engine {
   std::vector<Message> inbox_;
   std::vector<RequestPtr> taken_;
   std::deque<Decision> decisions_;
-  std::deque<Task> tasks_;   // that have not begun
-  bool held_back_ = false;   // the first of them, until an exchange ends
-  bool took_ahead_ = false;  // since there was but one exchange left
-  int64_t open_count_ = 0;   // requests reported and not done
+  std::vector<RequestPtr> agreed_;  // on, and no tasks yet
+  std::deque<Task> tasks_;          // that have not begun
+  bool held_back_ = false;          // the first of them, until an exchange ends
+  bool took_ahead_ = false;         // small requests, during the last exchange of those agreed on
+  int64_t open_count_ = 0;          // requests reported and not done
   double open_since_s_ = 0;
   double ticked_s_ = 0;
   double warned_s_ = 0, device_warned_s_ = 0;

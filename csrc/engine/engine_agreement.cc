@@ -149,13 +149,13 @@ void Engine::accept_next() {
   line_up(decision.set, decision.agreed, forgotten);
   if (decision.last_joined >= 0)
     tasks_.push_back(Task{decision.set, 0, {}, 0, decision.last_joined});
+  if (!tasks_.empty()) tasks_.back().last = true;
 }
 
 // What was agreed on, in the order in which it is exchanged.
 void Engine::line_up(int32_t id, const std::vector<Decision::Agreed>& agreed,
                      std::vector<Entry>& forgotten) {
   Set& set = sets_.at(id);
-  std::vector<RequestPtr> requests;
   std::vector<Candidate> candidates;
   auto next_forgotten = forgotten.begin();
   for (const auto& item : agreed) {
@@ -171,17 +171,18 @@ void Engine::line_up(int32_t id, const std::vector<Decision::Agreed>& agreed,
       count_past(id, item.seq);
     }
     request->round = entry.rounds++;
-    requests.push_back(request);
+    agreed_.push_back(request);
     candidates.push_back({&entry.description, entry.nbytes});
   }
   for (const auto& group : schedule(candidates, config_.fusion_nbytes)) {
     Task& task = tasks_.emplace_back(Task{id, set.track});
     set.track = (set.track + 1) % kTracks;
     for (const int i : group) {
-      task.requests.push_back(requests[static_cast<size_t>(i)]);
+      task.requests.push_back(agreed_[static_cast<size_t>(i)]);
       task.nbytes += candidates[static_cast<size_t>(i)].nbytes;
     }
   }
+  agreed_.clear();
 }
 
 RequestPtr Engine::take_open(Set& set, int32_t id, const Key& key) {

@@ -16,40 +16,46 @@ constexpr const char* kNotCaptured =
 
 }  // namespace
 
-void Engine::take_task() {
-  if (under_way_.empty()) {
-    const Task task = std::move(tasks_.front());
+// Whether that was the last one of what was agreed on at once.
+bool Engine::take_task() {
+  if (under_way_.empty() && tasks_.front().requests.empty()) {
+    const Task join = std::move(tasks_.front());
     tasks_.pop_front();
-    if (task.requests.empty()) return finish_join(task.set, task.last_joined);
-    under_way_.push_back(std::make_unique<Exchange>(*this, task));
+    finish_join(join.set, join.last_joined);
+    return join.last;
+  }
+  if (under_way_.empty()) {
+    under_way_.push_back(std::make_unique<Exchange>(*this, tasks_.front()));
+    tasks_.pop_front();
   }
   if (under_way_.size() == 1 && tasks_.empty()) took_ahead_ = false;
   carry_out(*under_way_.front());
+  const bool last = under_way_.front()->task.last;
   under_way_.pop_front();
   held_back_ = false;
+  return last;
 }
 
-// While this rank waits for others in an exchange: begins those that come next, so that links are
-// busy, and does for them what it can. Whether that was anything.
+// While this rank waits for others in an exchange: does what it can for one of those that have
+// begun ahead, or begins one more, so that links are busy. Whether that was anything. Not more at a
+// time, for others wait for this rank, too.
 bool Engine::work_ahead() {
-  bool worked = false;
   for (size_t i = 1; i < under_way_.size(); ++i) {
     under_way_[i]->allreduce->advance();
-    worked |= under_way_[i]->count();
+    if (under_way_[i]->count()) return true;
   }
   if (tasks_.empty() && !decisions_.empty() && sets_.count(decisions_.front().set) > 0)
     accept_next();
-  while (!held_back_ && !tasks_.empty()) {
-    held_back_ = !may_begin(tasks_.front());
-    if (held_back_) return worked;
-    under_way_.push_back(std::make_unique<Exchange>(*this, tasks_.front()));
-    tasks_.pop_front();
-    Exchange& next = *under_way_.back();
-    next.allreduce.emplace(next.requests, next.group, next.bench);
-    next.allreduce->begin();
-    worked |= next.count();
-  }
-  return worked;
+  if (held_back_ || tasks_.empty()) return false;
+  held_back_ = !may_begin(tasks_.front());
+  if (held_back_) return false;
+  under_way_.push_back(std::make_unique<Exchange>(*this, tasks_.front()));
+  tasks_.pop_front();
+  Exchange& next = *under_way_.back();
+  next.allreduce.emplace(next.requests, next.group, next.bench);
+  next.allreduce->begin();
+  next.count();
+  return true;
 }
 
 // Who shares memory does not send. Of another process set it might meet, on its track, what others
@@ -80,10 +86,10 @@ Engine::Exchange::Exchange(Engine& engine, const Task& task)
     : engine(engine),
       task(task),
       requests(this->task.requests),
-      scratch(engine.take_scratch()),
+      place(engine.take_scratch()),
       group(*engine.transport_, *engine.waiter_, engine.sets_.at(task.set).ranks,
             engine.sets_.at(task.set).me, task.track),
-      bench{*scratch,
+      bench{*engine.scratch_[place],
             engine.allreduce_,
             engine.config_.fusion_nbytes,
             engine.crew_.get(),
@@ -96,15 +102,13 @@ Engine::Exchange::Exchange(Engine& engine, const Task& task)
   ++engine.exchange_count_;
 }
 
-Engine::Exchange::~Exchange() {
-  if (scratch) engine.scratch_.push_back(std::move(scratch));
-}
-
-std::unique_ptr<Scratch> Engine::take_scratch() {
-  if (scratch_.empty()) return std::make_unique<Scratch>(arenas());
-  auto scratch = std::move(scratch_.back());
-  scratch_.pop_back();
-  return scratch;
+// The first one, while exchanges come one by one: what one of them has grown is there for the next.
+size_t Engine::take_scratch() {
+  size_t place = 0;
+  const auto is_there = [&](const auto& exchange) { return exchange->place == place; };
+  while (std::any_of(under_way_.begin(), under_way_.end(), is_there)) ++place;
+  if (!scratch_[place]) scratch_[place] = std::make_unique<Scratch>(arenas());
+  return place;
 }
 
 // Of devices: their results are on their way.

@@ -229,7 +229,7 @@ void Engine::let_go_of_exchange() {
       keep_for_ever(request->keepalive);
       for (const Output& output : request->handle->outputs) keep_for_ever(output.data);
     }
-    keep_for_ever(std::move(exchange->scratch));
+    keep_for_ever(std::move(scratch_[exchange->place]));
   }
 }
 
@@ -251,6 +251,8 @@ void Engine::fail_everything(const FailurePtr& failure) {
     if (set.joining) open.push_back(std::exchange(set.joining, nullptr));
     set.report.clear();
   }
+  open.insert(open.end(), agreed_.begin(), agreed_.end());
+  agreed_.clear();
   for (const auto& exchange : under_way_) tasks_.push_back(exchange->task);
   under_way_.clear();
   for (const Task& task : tasks_)

@@ -1,7 +1,8 @@
 // How the engine waits inside an exchange: it spins, yields, then sleeps in short naps, and in
 // between keeps answering pings and taking note of control messages, so that a dead peer ends the
 // exchange and a busy rank 0 still coordinates other process sets. What is submitted meanwhile is
-// reported, so that the next exchange is agreed on when this one ends.
+// reported, so that the next exchange is agreed on when this one ends; between hosts it begins and
+// goes on meanwhile.
 #pragma once
 
 #include "engine/patience.h"

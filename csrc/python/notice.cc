@@ -51,6 +51,7 @@ PyObject* bind(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     if (count != 3) throw py::type_error("bind takes 3 arguments");
     Notice& notice = as_notice(self);
+    notice.forget();
     notice.bucket = py::cast<std::shared_ptr<Bucket>>(py::handle(args[0]));
     notice.slot = static_cast<int>(as_int(args[1]));
     Py_XSETREF(notice.view, new_ref(args[2]));
@@ -60,6 +61,7 @@ PyObject* bind(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 }
 
 PyObject* unbind(PyObject* self, PyObject*) {
+  as_notice(self).forget();
   as_notice(self).bucket.reset();
   return new_ref(Py_None);
 }

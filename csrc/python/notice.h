@@ -36,7 +36,7 @@ struct Notice {
  private:
   bool read(PyObject* tensor, Plain& source) const;
   // Users may make a tensor look at other memory, by `.data =`, and many a conversion of a model
-  // does so with the gradients that it finds.
+  // does so with the gradients that it finds. At the same memory in another way, nobody does.
   bool still_in_arena() const;
 };
 

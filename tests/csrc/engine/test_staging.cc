@@ -104,6 +104,32 @@ TEST(Staging, OnlySomeRanksHaveADevice) {
   });
 }
 
+// Of one request some tensors travel by themselves, and the others together: on all ranks alike.
+TEST(Staging, OnlySomeRanksHaveSomeOnADevice) {
+  PretendDevice device(kWorkUs);
+  LoopbackWorld world(3);
+  world.run([&](int rank) {
+    Program program(device);
+    std::vector<float> large(200'000), some(90'000, static_cast<float>(rank)), others = some;
+    program.compute(large, static_cast<float>(rank), 1);
+    if (rank == 1) device.drain(program.stream);
+    RequestPtr request = allreduce_of("x", large);
+    add_vector(*request, some);
+    add_vector(*request, others);
+    if (rank != 1) {
+      request->device = &device;
+      request->parts[0].on_device = true;
+      request->starts = {device.mark(program.stream)};
+    }
+    const HandlePtr handle = world[rank].submit(std::move(request), Urgency::kNow);
+    if (rank == 1) finish(world[rank], handle);
+    EXPECT_EQ(rank == 1 ? large : program.read(world[rank], handle, large),
+              line(large.size(), 3, 3));
+    EXPECT_EQ(some, all(some.size(), 3));
+    EXPECT_EQ(others, all(others.size(), 3));
+  });
+}
+
 TEST(Staging, ReadsAllBeforeItWritesAny) {
   PretendDevice device(kWorkUs);
   LoopbackWorld world(2);
