@@ -118,7 +118,7 @@ def fold_of(optimizer: torch.optim.Optimizer, algorithm: Algorithm) -> Fold | No
     fold = getattr(optimizer, "fold_gradients", None)
     if fold is None:
         raise UsageError(
-            f"{algorithm!r} exchanges the optimizer's momentum, which {type(optimizer).__name__} "
-            "does not offer; use bagua.torch.QAdam"
+            f"{algorithm.name or repr(algorithm)} exchanges the optimizer's momentum, which "
+            f"{type(optimizer).__name__} does not offer; use bagua.torch.QAdam in its place"
         )
     return fold

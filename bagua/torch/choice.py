@@ -64,8 +64,8 @@ def tell_what_is_exact(chosen: Algorithm, process_set: ProcessSet) -> None:
         return
     if len(set(world().nodes(process_set))) == 1:
         warn(
-            f"all ranks share a machine, where {chosen.name or 'this algorithm'} is exact: its "
-            "codec and its peers count between machines. To have them here, too, give "
-            f"algorithm={replace(chosen, hierarchical=False)!r}, or let ranks exchange messages "
-            "(bagua-run --transport mpi)",
+            f"all ranks share a machine, where {chosen.name or 'this algorithm'} averages over all "
+            "of them, exactly: its codec and its peers count between machines. To have them here, "
+            f"too, give algorithm={replace(chosen, hierarchical=False)!r}, or let ranks exchange "
+            "messages (bagua-run --transport mpi)",
         )

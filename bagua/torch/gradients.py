@@ -19,6 +19,7 @@ from bagua.algorithms import Algorithm
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.objects import broadcast_object
+from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch import capture, hooks
 from bagua.torch.bucket_plan import Plan, fold_of
@@ -101,6 +102,7 @@ class Gradients:
         self._exchanged = False  # since the last step
         self._exchanges = 0  # since then
         self._unshared = False  # local gradients that no exchange has seen
+        self._folded: list[int] | None = None  # versions of momentum that was exchanged
         self.skips = False  # the next step, since gradients are no numbers
         self.refresh()
         self._checkpointed = Checkpointed(self._plan, self.layout)
@@ -284,6 +286,7 @@ class Gradients:
         earlier = [bucket.arena.earlier for bucket in self.layout.buckets]
         self._exchanges = 1 + max(earlier, default=0)
         self._unshared = False
+        self._folded = self._versions() if self._plan.fold else None
         skipped = "the step is skipped on all ranks"
         self.skips = spoils(found, self._plan.step, self._process_set, skipped)
 
@@ -299,6 +302,17 @@ class Gradients:
         self.look_again()
         if self._unshared or not self._exchanged:
             self._exchange()
+        elif self._folded is not None and self._folded != self._versions():
+            self._folded = None
+            warn(
+                f"{self.algorithm.name or 'the algorithm'} has made momentum of the gradients, "
+                "which was changed between backward() and step(), as by clipping: it hardly learns "
+                "like that; clip only while it warms up"
+            )
+
+    def _versions(self) -> list[int]:
+        grads = [param.grad for param in self.layout.slots]
+        return [-1 if grad is None else grad._version for grad in grads]
 
     drifts = False  # whether replicas differ after every step, by design
 

@@ -49,7 +49,8 @@ class DistributedOptimizer(Wrapped):
     """Wraps an optimizer: `backward()` leaves every rank with the same, averaged gradients.
 
     State, `param_groups`, `defaults` and hooks are the wrapped optimizer's own. Clip, unscale or
-    look at gradients any time after `backward()`; no further ceremony is needed.
+    look at gradients any time after `backward()`; no further ceremony is needed. (After the
+    warm-up of `qadam` they are its momentum: leave them as they are.)
 
     Args:
         optimizer: the optimizer to wrap; it keeps its state.

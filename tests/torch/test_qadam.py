@@ -362,3 +362,24 @@ def test_sparse_gradients_are_refused_unless_made_dense(everyone, hvd, dense):
             return
         optimizer.step()
     assert all(torch.equal(t, table.weight) for t in hvd.allgather_object(table.weight.detach()))
+
+
+def test_clipping_what_has_become_momentum_is_warned_of(everyone, hvd, recwarn):
+    layer = nn.Linear(3, 1)
+    algorithm = QAdam(warmup_steps=2)
+    optimizer = hvd.DistributedOptimizer(
+        hvd.QAdam(layer.parameters(), lr=0.01, warmup_steps=2), algorithm=algorithm
+    )
+
+    def step(clips: bool) -> list[str]:
+        recwarn.clear()
+        optimizer.zero_grad()
+        layer(torch.ones(2, 3)).square().mean().backward()
+        if clips:
+            nn.utils.clip_grad_norm_(layer.parameters(), 0.1)
+        optimizer.step()
+        return [str(warning.message) for warning in recwarn]
+
+    said = [step(clips) for clips in (True, True, False, True)]
+    assert not any("clip" in text for texts in said[:3] for text in texts)
+    assert any("as by clipping" in text for text in said[3])
