@@ -224,7 +224,8 @@ TEST(Engine, WhoHasWhatItWaitsForDrivesNoFurther) {
       later[rank] = world[rank].submit(allreduce_of("other", others[rank]), Urgency::kNow);
       if (rank == 0) return;
       wait_until([&] { return world[1].message_count() > before; });
-      open_gates(world, 1);  // for what is under way
+      wait_until([&] { return world.gates[0].shut_out.load(); });  // else it never would
+      open_gates(world, 1);                                        // for what is under way
     });
     call(world[rank], allreduce_of("mine", mine[rank]));
     other.join();
