@@ -302,13 +302,6 @@ class Gradients:
         self.look_again()
         if self._unshared or not self._exchanged:
             self._exchange()
-        elif self._folded is not None and self._folded != self._versions():
-            self._folded = None
-            warn(
-                f"{self.algorithm.name or 'the algorithm'} has made momentum of the gradients, "
-                "which was changed between backward() and step(), as by clipping: it hardly learns "
-                "like that; clip only while it warms up"
-            )
 
     def _versions(self) -> list[int]:
         grads = [param.grad for param in self.layout.slots]
@@ -322,6 +315,7 @@ class Gradients:
 
     def zeroed(self) -> None:
         """There are no gradients any more, so there are none to exchange before a step."""
+        self._folded = None
         self._exchanged = self._unshared = False
         self._exchanges = 0
         self.skips = False
@@ -329,6 +323,13 @@ class Gradients:
 
     def stepped(self) -> None:
         """The optimizer has stepped."""
+        if self._folded is not None and self._folded != self._versions():
+            warn(
+                f"{self.algorithm.name or 'the algorithm'} has made momentum of the gradients, "
+                "which was changed between backward() and step(), as by clipping: it hardly learns "
+                "like that; clip only while it warms up"
+            )
+        self._folded = None
         self._plan.step += 1
         self.skips = False
         self._exchanged = False

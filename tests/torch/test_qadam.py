@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 
@@ -364,7 +365,8 @@ def test_sparse_gradients_are_refused_unless_made_dense(everyone, hvd, dense):
     assert all(torch.equal(t, table.weight) for t in hvd.allgather_object(table.weight.detach()))
 
 
-def test_clipping_what_has_become_momentum_is_warned_of(everyone, hvd, recwarn):
+@pytest.mark.parametrize("skips", [False, True])
+def test_clipping_what_has_become_momentum_is_warned_of(everyone, hvd, recwarn, skips):
     layer = nn.Linear(3, 1)
     algorithm = QAdam(warmup_steps=2)
     optimizer = hvd.DistributedOptimizer(
@@ -375,9 +377,11 @@ def test_clipping_what_has_become_momentum_is_warned_of(everyone, hvd, recwarn):
         recwarn.clear()
         optimizer.zero_grad()
         layer(torch.ones(2, 3)).square().mean().backward()
+        optimizer.synchronize()
         if clips:
             nn.utils.clip_grad_norm_(layer.parameters(), 0.1)
-        optimizer.step()
+        with optimizer.skip_synchronize() if skips else contextlib.nullcontext():
+            optimizer.step()
         return [str(warning.message) for warning in recwarn]
 
     said = [step(clips) for clips in (True, True, False, True)]
