@@ -28,7 +28,7 @@ struct Plain {
 // Reads objects whose type offers DLPack's C exchange table, as torch's tensors do, and writable
 // buffers, as NumPy's arrays. False, with no error set, for everything else and in doubt.
 bool read_plain(PyObject* tensor, Plain& plain);
-// The same in half the time, also of tensors that torch is to negate when it reads them.
+// The same without asking whether torch is to negate the values when it reads them.
 bool read_memory(PyObject* tensor, Plain& plain);
 // Whether its type offers that table.
 bool is_exchangeable(PyObject* tensor);
