@@ -287,7 +287,7 @@ bool Engine::turn(int timeout_us) {
       progressed = true;
     }
     // All of what was agreed on at once: who has got the first of it will soon wait for the rest,
-    // and does not have to hand it over to another thread. But no more: it has to go on, too.
+    // and handing that over to another thread costs more. No further: others' may never end.
     if (!under_way_.empty() || !tasks_.empty()) {
       while (!take_task()) continue;
       progressed = true;

@@ -186,7 +186,8 @@ class Engine {
   bool take_task();
   bool work_ahead();
   bool may_begin(const Task& next) const;
-  size_t take_scratch();
+  size_t free_place();
+  Exchange& open_exchange();
   void carry_out(Exchange& exchange);
   Staging* staging_for(const std::vector<RequestPtr>& requests);
   NcclExchange* nccl_for(int32_t id, const std::vector<RequestPtr>& requests, Group& group,

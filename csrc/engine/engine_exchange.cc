@@ -18,15 +18,15 @@ constexpr const char* kNotCaptured =
 
 // Whether that was the last one of what was agreed on at once.
 bool Engine::take_task() {
-  if (under_way_.empty() && tasks_.front().requests.empty()) {
-    const Task join = std::move(tasks_.front());
-    tasks_.pop_front();
-    finish_join(join.set, join.last_joined);
-    return join.last;
-  }
   if (under_way_.empty()) {
-    under_way_.push_back(std::make_unique<Exchange>(*this, tasks_.front()));
-    tasks_.pop_front();
+    const Task& next = tasks_.front();
+    if (next.requests.empty()) {
+      const bool last = next.last;
+      finish_join(next.set, next.last_joined);
+      tasks_.pop_front();
+      return last;
+    }
+    open_exchange();
   }
   if (under_way_.size() == 1 && tasks_.empty()) took_ahead_ = false;
   carry_out(*under_way_.front());
@@ -34,6 +34,13 @@ bool Engine::take_task() {
   under_way_.pop_front();
   held_back_ = false;
   return last;
+}
+
+// Of the first task.
+Engine::Exchange& Engine::open_exchange() {
+  under_way_.push_back(std::make_unique<Exchange>(*this, tasks_.front()));
+  tasks_.pop_front();
+  return *under_way_.back();
 }
 
 // While this rank waits for others in an exchange: does what it can for one of those that have
@@ -49,9 +56,7 @@ bool Engine::work_ahead() {
   if (held_back_ || tasks_.empty()) return false;
   held_back_ = !may_begin(tasks_.front());
   if (held_back_) return false;
-  under_way_.push_back(std::make_unique<Exchange>(*this, tasks_.front()));
-  tasks_.pop_front();
-  Exchange& next = *under_way_.back();
+  Exchange& next = open_exchange();
   next.allreduce.emplace(next.requests, next.group, next.bench);
   next.allreduce->begin();
   next.count();
@@ -86,7 +91,7 @@ Engine::Exchange::Exchange(Engine& engine, const Task& task)
     : engine(engine),
       task(task),
       requests(this->task.requests),
-      place(engine.take_scratch()),
+      place(engine.free_place()),
       group(*engine.transport_, *engine.waiter_, engine.sets_.at(task.set).ranks,
             engine.sets_.at(task.set).me, task.track),
       bench{*engine.scratch_[place],
@@ -103,10 +108,10 @@ Engine::Exchange::Exchange(Engine& engine, const Task& task)
 }
 
 // The first one, while exchanges come one by one: what one of them has grown is there for the next.
-size_t Engine::take_scratch() {
+size_t Engine::free_place() {
   size_t place = 0;
-  const auto is_there = [&](const auto& exchange) { return exchange->place == place; };
-  while (std::any_of(under_way_.begin(), under_way_.end(), is_there)) ++place;
+  const auto is_taken = [&](const auto& exchange) { return exchange->place == place; };
+  while (std::any_of(under_way_.begin(), under_way_.end(), is_taken)) ++place;
   if (!scratch_[place]) scratch_[place] = std::make_unique<Scratch>(arenas());
   return place;
 }

@@ -51,9 +51,9 @@ void EngineWaiter::pause(Node* node) {
     engine_.transport_->progress();
   }
   engine_.take_ahead();
-  const double idle_s = now_s();
+  const double before_s = now_s();
   const bool worked = engine_.work_ahead();
-  if (worked) began_s_ += now_s() - idle_s;  // that was no waiting
+  if (worked) began_s_ += now_s() - before_s;  // that was no waiting
   engine_.receive(node || worked ? 0 : nap_us_);
   if (!own_core) nap_us_ = std::min(nap_us_ + nap_us_ / 2, kLongestNapUs);
   looked_s_ = now_s();
