@@ -21,6 +21,7 @@ from bagua.common.errors import UsageError
 from bagua.launch.tracebacks import Filter, Tracebacks
 
 TAIL_LINES = 30
+IN_SIGHT_LINES = 15  # below what a rank has said last
 STDOUT, STDERR = "stdout", "stderr"
 MPIRUN = -1  # the "rank" of what mpirun itself says
 
@@ -37,11 +38,14 @@ class Screen:
         self.colour = colour
         self._fd = fd
         self.is_tty = is_tty
+        self.line_count = 0
         self._owner: Stream | None = None
         self._shown = b""
 
     def line(self, stream: Stream, text: bytes) -> None:
         """A whole line, above a live one of somebody else."""
+        self.line_count += 1
+        stream.last_line = self.line_count
         if self._owner is stream:
             self._write(self._rewritten(stream, text) + b"\n")
             self._owner = None
@@ -86,9 +90,10 @@ class Stream:
     rank: int
     screen: Screen
     prefix: Callable[[], bytes]
-    on_line: Callable[[int, bytes], None]
+    on_line: Callable[[Stream, bytes], None]
     copy: BinaryIO | None = None
     tracebacks: Filter = field(default_factory=lambda: Tracebacks().of(MPIRUN))
+    last_line: int = 0  # on the screen
     _pending: bytes = field(default=b"", repr=False)
     _since: float = 0.0
 
@@ -127,11 +132,15 @@ class Stream:
             self._pending = b""
         self._show_held()
 
+    def is_in_sight(self, screen: Screen) -> bool:
+        """Whether its last line is, near the end of that screen."""
+        return screen is self.screen and screen.line_count - self.last_line <= IN_SIGHT_LINES
+
     def _end_line(self, line: bytes) -> None:
         text = _last_version(line)
         for shown in self.tracebacks.pass_on(text):
             self.screen.line(self, shown)
-        self.on_line(self.rank, text)
+        self.on_line(self, text)
 
     def _show_held(self) -> None:
         for shown in self.tracebacks.rest():
@@ -160,7 +169,7 @@ class Output:
         self._folder = folder
         self._streams: dict[tuple[int, str], Stream] = {}
         self._tails: dict[int, collections.deque[bytes]] = {}
-        self._latest: collections.deque[int] = collections.deque(maxlen=TAIL_LINES)
+        self._spoke_last: dict[int, Stream] = {}  # by rank, which of its streams
         self._tracebacks = Tracebacks()
         if folder:
             _prepare(folder, rank_count)
@@ -181,14 +190,12 @@ class Output:
                 stream.copy = None
 
     def show_tail(self, rank: int) -> None:
-        """The last lines of a rank once more, unless they are what stands on the screen last."""
+        """The last lines of a rank once more, unless they are in sight."""
         tail = self._tails.get(rank, ())
-        one_screen = self._screens[STDOUT] is self._screens[STDERR]
-        latest = list(self._latest)[-len(tail) :]
-        if not tail or (one_screen and all(other == rank for other in latest)):
-            return
-        say(self._screens[STDERR], f"bagua-run: the last output of rank {rank}:")
         screen = self._screens[STDERR]
+        if not tail or self._spoke_last[rank].is_in_sight(screen):
+            return
+        say(screen, f"bagua-run: the last output of rank {rank}:")
         stream = Stream(rank, screen, self._prefix(rank, screen), lambda *_: None)
         for text in tail:
             stream.feed(text + b"\n")
@@ -207,9 +214,9 @@ class Output:
             )
         return self._streams[rank, name]
 
-    def _note_line(self, rank: int, text: bytes) -> None:
-        self._tails.setdefault(rank, collections.deque(maxlen=TAIL_LINES)).append(text)
-        self._latest.append(rank)
+    def _note_line(self, stream: Stream, text: bytes) -> None:
+        self._tails.setdefault(stream.rank, collections.deque(maxlen=TAIL_LINES)).append(text)
+        self._spoke_last[stream.rank] = stream
 
     def _open_copy(self, rank: int, name: str) -> BinaryIO | None:
         if not self._folder or rank == MPIRUN:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from bagua.launch.output import STDERR, STDOUT, Output, Screen
+from bagua.launch.output import IN_SIGHT_LINES, STDERR, STDOUT, Output, Screen
 from bagua.launch.tracebacks import Tracebacks
 
 
@@ -14,8 +14,9 @@ class Written:
     def __init__(self, is_tty=False, rank_count=2, **options):
         self._read, write = os.pipe()
         os.set_blocking(self._read, False)
-        screen = Screen(write, is_tty, colour=False)
-        self.output = Output(rank_count, {STDOUT: screen, STDERR: screen}, **options)
+        self.screen = Screen(write, is_tty, colour=False)
+        screens = {STDOUT: self.screen, STDERR: self.screen}
+        self.output = Output(rank_count, screens, **options)
 
     def feed(self, rank, data, name=STDOUT):
         self.output.feed(rank, name, data)
@@ -129,19 +130,36 @@ def test_files_of_all_ranks_are_there_and_no_others(tmp_path):
     assert not (tmp_path / "rank.2").exists()
 
 
-def test_the_tail_is_shown_unless_it_stands_there_already():
+def test_the_tail_is_shown_unless_it_is_in_sight():
     written = Written()
     for number in range(40):
         written.feed(1, b"line %d\n" % number)
     written.take()
     written.output.show_tail(1)
     assert written.take() == b""
-    written.feed(0, b"other\n")
+    written.feed(0, b"other\n" * IN_SIGHT_LINES)
+    written.take()
+    written.output.show_tail(1)
+    assert written.take() == b""
+    written.feed(0, b"and another\n")
     written.take()
     written.output.show_tail(1)
     lines = written.take().decode().splitlines()
     assert lines[0] == "bagua-run: the last output of rank 1:"
     assert lines[1:] == [f"[1] line {number}" for number in range(10, 40)]
+
+
+def test_what_went_to_another_screen_is_not_in_sight():
+    written, elsewhere = Written(), Written()
+    screens = {STDOUT: elsewhere.screen, STDERR: written.screen}
+    output = Output(2, screens)
+    output.feed(1, STDERR, b"a warning\n")
+    output.show_tail(1)
+    output.feed(1, STDOUT, b"the end\n")
+    assert written.take() == b"[1] a warning\n"
+    output.show_tail(1)
+    said = b"bagua-run: the last output of rank 1:\n"
+    assert written.take() == said + b"[1] a warning\n[1] the end\n"
 
 
 def test_a_reader_that_left_is_an_error():
@@ -165,6 +183,10 @@ def test_a_traceback_of_all_ranks_is_shown_once():
         expected.append(b"[%d] Traceback: the same as rank 1's" % rank)
         expected += [b"[%d] ValueError: of rank %d" % (rank, rank), b"[%d] and more" % rank]
     assert written.take().splitlines() == expected
+    written.output.show_tail(0)
+    assert written.take() == b""  # all of it is in sight
+    written.feed(2, b"more\n" * (IN_SIGHT_LINES + 1))
+    written.take()
     written.output.show_tail(0)
     said = b"bagua-run: the last output of rank 0:"
     tail = [*FRAMES.splitlines(), b"ValueError: of rank 0", b"and more"]
