@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import BinaryIO, Callable
 
 from bagua.common.errors import UsageError
-from bagua.launch.tracebacks import Filter, Tracebacks
+from bagua.launch.tracebacks import BEGIN, Filter, Tracebacks
 
 TAIL_LINES = 30
-IN_SIGHT_LINES = 15  # below what a rank has said last
+IN_SIGHT_LINES = 15  # that others have said since
 STDOUT, STDERR = "stdout", "stderr"
 MPIRUN = -1  # the "rank" of what mpirun itself says
 
@@ -132,10 +132,6 @@ class Stream:
             self._pending = b""
         self._show_held()
 
-    def is_in_sight(self, screen: Screen) -> bool:
-        """Whether its last line is, near the end of that screen."""
-        return screen is self.screen and screen.line_count - self.last_line <= IN_SIGHT_LINES
-
     def _end_line(self, line: bytes) -> None:
         text = _last_version(line)
         for shown in self.tracebacks.pass_on(text):
@@ -190,16 +186,31 @@ class Output:
                 stream.copy = None
 
     def show_tail(self, rank: int) -> None:
-        """The last lines of a rank once more, unless they are in sight."""
-        tail = self._tails.get(rank, ())
+        """The last lines of a rank once more, unless they are in sight at the end.
+
+        Where others have said since what it ends with, too, as of an error that all ranks have.
+        """
+        tail = self._tails.get(rank)
         screen = self._screens[STDERR]
-        if not tail or self._spoke_last[rank].is_in_sight(screen):
+        if tail is None or self._is_in_sight(rank, screen):
             return
         say(screen, f"bagua-run: the last output of rank {rank}:")
         stream = Stream(rank, screen, self._prefix(rank, screen), lambda *_: None)
         for text in tail:
             stream.feed(text + b"\n")
         stream.end()
+
+    def _is_in_sight(self, rank: int, screen: Screen) -> bool:
+        last = self._spoke_last[rank]
+        if last.screen is not screen or screen.line_count - last.last_line > IN_SIGHT_LINES:
+            return False
+        since = (s.rank for s in self._streams.values() if s.last_line > last.last_line)
+        return all(self._ending(other) == self._ending(rank) for other in since)
+
+    def _ending(self, rank: int) -> list[bytes]:
+        """The last traceback, and what has been said after it."""
+        tail = list(self._tails[rank])
+        return tail[max((i for i, line in enumerate(tail) if line == BEGIN), default=0) :]
 
     def _stream(self, rank: int, name: str) -> Stream:
         if (rank, name) not in self._streams:

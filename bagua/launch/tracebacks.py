@@ -7,7 +7,7 @@ from typing import Callable
 
 # What was shown longer ago is hard to find again.
 _REMEMBERED_S = 30.0
-_BEGIN = b"Traceback (most recent call last):"
+BEGIN = b"Traceback (most recent call last):"
 
 
 class Tracebacks:
@@ -40,7 +40,7 @@ class Filter:
 
     def pass_on(self, line: bytes) -> list[bytes]:
         """What is to be shown now."""
-        if line == _BEGIN:
+        if line == BEGIN:
             before, self._frames = self._frames, [line]
             return before
         if not self._frames:

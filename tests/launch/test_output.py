@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from bagua.launch.output import IN_SIGHT_LINES, STDERR, STDOUT, Output, Screen
+from bagua.launch.output import STDERR, STDOUT, Output, Screen
 from bagua.launch.tracebacks import Tracebacks
 
 
@@ -130,18 +130,14 @@ def test_files_of_all_ranks_are_there_and_no_others(tmp_path):
     assert not (tmp_path / "rank.2").exists()
 
 
-def test_the_tail_is_shown_unless_it_is_in_sight():
+def test_the_tail_is_shown_unless_it_stands_there_already():
     written = Written()
     for number in range(40):
         written.feed(1, b"line %d\n" % number)
     written.take()
     written.output.show_tail(1)
     assert written.take() == b""
-    written.feed(0, b"other\n" * IN_SIGHT_LINES)
-    written.take()
-    written.output.show_tail(1)
-    assert written.take() == b""
-    written.feed(0, b"and another\n")
+    written.feed(0, b"other\n")
     written.take()
     written.output.show_tail(1)
     lines = written.take().decode().splitlines()
@@ -151,8 +147,7 @@ def test_the_tail_is_shown_unless_it_is_in_sight():
 
 def test_what_went_to_another_screen_is_not_in_sight():
     written, elsewhere = Written(), Written()
-    screens = {STDOUT: elsewhere.screen, STDERR: written.screen}
-    output = Output(2, screens)
+    output = Output(2, {STDOUT: elsewhere.screen, STDERR: written.screen})
     output.feed(1, STDERR, b"a warning\n")
     output.show_tail(1)
     output.feed(1, STDOUT, b"the end\n")
@@ -160,6 +155,21 @@ def test_what_went_to_another_screen_is_not_in_sight():
     output.show_tail(1)
     said = b"bagua-run: the last output of rank 1:\n"
     assert written.take() == said + b"[1] a warning\n[1] the end\n"
+
+
+def test_an_error_of_all_ranks_is_shown_once():
+    written = Written(rank_count=10)
+    for rank in range(7):
+        written.feed(rank, FRAMES + b"ValueError: of all\n", STDERR)
+        written.take()
+        for told in {0, rank}:
+            written.output.show_tail(told)
+            assert written.take() == b"", "its frames are near"
+    for rank in range(7, 10):
+        written.feed(rank, FRAMES + b"ValueError: of all\n", STDERR)
+    written.take()
+    written.output.show_tail(0)
+    assert written.take().startswith(b"bagua-run: the last output of rank 0:\n[0] Traceback")
 
 
 def test_a_reader_that_left_is_an_error():
@@ -183,10 +193,6 @@ def test_a_traceback_of_all_ranks_is_shown_once():
         expected.append(b"[%d] Traceback: the same as rank 1's" % rank)
         expected += [b"[%d] ValueError: of rank %d" % (rank, rank), b"[%d] and more" % rank]
     assert written.take().splitlines() == expected
-    written.output.show_tail(0)
-    assert written.take() == b""  # all of it is in sight
-    written.feed(2, b"more\n" * (IN_SIGHT_LINES + 1))
-    written.take()
     written.output.show_tail(0)
     said = b"bagua-run: the last output of rank 0:"
     tail = [*FRAMES.splitlines(), b"ValueError: of rank 0", b"and more"]
