@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from bagua.common.arrays import Arrays
 from bagua.common.core import core
-from bagua.common.errors import UsageError
+from bagua.common.errors import BaguaError, UsageError
 from bagua.common.handle import Handle
 from bagua.common.kinds import Kind, ReduceOp, Urgency
 from bagua.common.process_set import ProcessSet, checked
@@ -16,6 +17,12 @@ from bagua.common.warn import warn
 from bagua.common.world import world
 
 _ALLREDUCE = Kind.ALLREDUCE  # looked up hundreds of times a step
+
+
+def refuse_quietly(kind: Kind, name: str, process_set: ProcessSet, problem: str) -> None:
+    """The ranks that make this call hear why this one does not. It neither waits nor raises."""
+    with contextlib.suppress(BaguaError):  # the refusal itself; or the engine has ended
+        core.refuse(world().engine, kind, name, process_set._id(), problem)
 
 
 class Requests:

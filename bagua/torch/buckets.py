@@ -277,9 +277,10 @@ class Bucket:
         self.take_back()
         self.handle, self._away = None, []
 
-    def refuse(self, problem: str) -> None:
-        """Raises a UsageError, here and on the ranks that launch this bucket next."""
-        self.arena.refuse(problem)
+    def refuse_rest(self, problem: str) -> None:
+        """Raises a UsageError, here and on the ranks that launch what was not launched here."""
+        if self.handle is None:
+            self.arena.refuse(problem)
 
     def _cast_back(self) -> None:
         for slot in self.slots:

@@ -48,13 +48,13 @@ class Checkpointed:
         if not self.due:
             self._drop_loaded()
             return
-        loaded, self._loaded, self.due = self._loaded, None, False
+        loaded = self._loaded
         had_loaded = loaded is not None
         plan, layout = self._plan, self._layout
         loses = lost.something(layout.buckets)  # else it is of buckets, and little
-        name = f"{plan.prefix}.state"
-        if not kept.agrees(loaded, self._identity(), name, plan.process_set, warns=loses):
+        if not kept.agrees(loaded, self._identity(), self._name, plan.process_set, warns=loses):
             loaded = None
+        self._loaded, self.due = None, False
         if loaded is not None:
             _, learned, names = loaded["layout"]
             if learned:
@@ -62,6 +62,14 @@ class Checkpointed:
             layout.rebuild_as(names)
         if had_loaded:
             lost.restore(loaded and loaded["lost"], layout.buckets)
+
+    def refuse(self, problem: str) -> None:
+        """Other ranks that come to `take_up` hear why this one does not."""
+        kept.refuse(self._name, self._plan.process_set, problem)
+
+    @property
+    def _name(self) -> str:
+        return f"{self._plan.prefix}.state"
 
     def _drop_loaded(self) -> None:
         """Else another algorithm would take it up when it is long out of date."""

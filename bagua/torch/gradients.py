@@ -35,6 +35,7 @@ from bagua.torch.shipment import Shipment
 from bagua.torch.slot import Slot
 from bagua.torch.standing import Standing, in_one_piece
 
+_FAILED = "backward raised an exception on this rank"
 _all: weakref.WeakSet[Gradients] = weakref.WeakSet()
 # Who has begun to exchange in which backward pass.
 _by_task: dict[int, list[weakref.ref[Gradients]]] = {}
@@ -198,10 +199,16 @@ class Gradients:
         return self._checkpointed.due or bool(contested)
 
     def notice_failure(self) -> None:
-        """Autograd has forgotten a pass; unless it has ended, the next hook has to notice."""
-        if self._in_backward:
-            for bucket in self.layout.buckets:
-                bucket.count_quietly(False)
+        """Autograd has forgotten a pass; unless it has ended, the next hook has to notice.
+
+        Others may wait for gradients of it, whatever this rank does next, so they hear at once.
+        """
+        if not self._in_backward:
+            return
+        for bucket in self.layout.buckets:
+            bucket.count_quietly(False)
+        if not self._silent:
+            self._shipment.refuse_rest(_FAILED)
 
     def _begin_backward(self, param: torch.Tensor) -> None:
         self.refresh()  # what was frozen or thawed after zero_grad() counts
@@ -346,7 +353,7 @@ class Gradients:
         """
         _by_task.pop(self._task, None)
         if not self._silent:
-            self._shipment.refuse_rest("backward raised an exception on this rank")
+            self._shipment.refuse_rest(_FAILED)
         self._shipment.discard()
         self._reset()
         self._exchanged = False

@@ -15,10 +15,11 @@ import numpy as np
 
 from bagua.algorithms import Algorithm
 from bagua.common.errors import UsageError
-from bagua.common.kinds import ReduceOp
+from bagua.common.kinds import Kind, ReduceOp
 from bagua.common.numpy_ops import allreduce
 from bagua.common.objects import allgather_object
 from bagua.common.process_set import ProcessSet
+from bagua.common.requests import refuse_quietly
 from bagua.common.warn import warn
 from bagua.common.world import world
 
@@ -60,7 +61,7 @@ def agrees(
         layout = state["layout"]
     # Where nobody has loaded, nobody has to say more; a rank that has joined leaves the flag alone.
     flag = np.array([layout is not None], np.uint8)
-    flag = allreduce(flag, name=f"{name}.any", op=ReduceOp.Max, process_set=process_set)
+    flag = allreduce(flag, name=_first(name), op=ReduceOp.Max, process_set=process_set)
     if not flag[0]:
         return False
     try:
@@ -77,3 +78,12 @@ def agrees(
             "the same bits",
         )
     return not problems
+
+
+def refuse(name: str, process_set: ProcessSet, problem: str) -> None:
+    """Other ranks that come to `agrees` hear why this one does not."""
+    refuse_quietly(Kind.ALLREDUCE, _first(name), process_set, problem)
+
+
+def _first(name: str) -> str:
+    return f"{name}.any"

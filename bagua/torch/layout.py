@@ -13,7 +13,8 @@ import torch
 from bagua.common import numpy_ops
 from bagua.common.core import core
 from bagua.common.errors import InternalError, UsageError
-from bagua.common.kinds import ReduceOp
+from bagua.common.kinds import Kind, ReduceOp
+from bagua.common.requests import refuse_quietly
 from bagua.common.world import world
 from bagua.torch import lost, moments, safety
 from bagua.torch.bucket_plan import Plan
@@ -24,6 +25,8 @@ from bagua.torch.grouping import Grouping
 from bagua.torch.loose import Loose
 from bagua.torch.own import is_own
 from bagua.torch.slot import Slot
+
+_FIRST = "first"  # what ranks agree on of parameters that no exchange has had yet
 
 
 class Layout:
@@ -229,7 +232,7 @@ class Layout:
         replicas += [(f"the state of {s.name}", moments.sample(state.get(s.param))) for s in slots]
         of_rules = safety.sample_of(repr(hyperparameters(self._optimizer)))
         samples = np.concatenate([of_rules, safety.sample(replicas)])
-        everyones = self._agreed("first", np.concatenate([samples, sparse]), ReduceOp.Max)
+        everyones = self._agreed(_FIRST, np.concatenate([samples, sparse]), ReduceOp.Max)
         rules, sample, agreed = np.split(everyones, [samples.size // 2, samples.size])
         # If one of these is an error it is one the next time, too.
         if safety.samples_differ(rules):
@@ -252,6 +255,14 @@ class Layout:
             prefix = f"{self._plan.prefix}.replicas"
             safety.warn_of_difference(replicas, prefix, self._plan.process_set)
 
+    def refuse(self, problem: str) -> None:
+        """Other ranks that come to `agree_at_first` hear why this one does not."""
+        if self._fresh:
+            refuse_quietly(Kind.ALLREDUCE, self._name(_FIRST), self._plan.process_set, problem)
+
+    def _name(self, what: str) -> str:
+        return f"{self._plan.prefix}.{what}"
+
     def _agreed(self, what: str, values: Any, op: ReduceOp) -> Any:
-        name = f"{self._plan.prefix}.{what}"
+        name = self._name(what)
         return numpy_ops.allreduce(values, name=name, op=op, process_set=self._plan.process_set)

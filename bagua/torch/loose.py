@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from bagua.algorithms import BucketInfo
-from bagua.common.core import core
 from bagua.common.errors import BaguaError
 from bagua.common.kinds import Kind, ReduceOp
-from bagua.common.world import world
+from bagua.common.requests import refuse_quietly
 from bagua.torch import ops
 from bagua.torch.arrays import dtype_name
 from bagua.torch.bucket_plan import Plan
@@ -103,9 +102,7 @@ class Loose:
         """Other ranks that wait for what was not launched hear why."""
         kind = Kind.ALLREDUCE if self.wants_all else Kind.ALLGATHER
         for slot in list(self._slots.values())[self._asked :]:
-            with contextlib.suppress(BaguaError):
-                number = self._plan.process_set._id()
-                core.refuse(world().engine, kind, self._name_of(slot), number, problem)
+            refuse_quietly(kind, self._name_of(slot), self._plan.process_set, problem)
         self._asked = len(self._slots)
 
     def discard(self) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from bagua.algorithms import Exchange
-from bagua.common.errors import BaguaError
+from bagua.common.errors import BaguaError, UsageError
 from bagua.common.kinds import Urgency
 from bagua.common.process_set import ProcessSet
 from bagua.torch.arrays import is_on_device
@@ -50,6 +50,7 @@ class LowRankBucket(Bucket):
         plain = replace(exchange, low_rank=0)
         self._tall = Piece(f"{self.name}.p", tall, plain, process_set)
         self._wide = Piece(f"{self.name}.q", wide, plain, process_set)
+        self._refused = ""  # why this rank does not go on after P
 
     def forget(self, slot: Slot) -> None:
         lost, factor = slot.residuals
@@ -78,7 +79,10 @@ class LowRankBucket(Bucket):
         if self.handle is not self._tall:
             return
         self.handle = None
+        refused, self._refused = self._refused, ""
         self._tall.land()
+        if refused:
+            raise UsageError(f"{self.name}: {refused}")
         try:
             self._project()
         except Exception as error:
@@ -126,9 +130,13 @@ class LowRankBucket(Bucket):
             for lost, value in zip(slot.residuals, before):
                 lost.copy_(value)
 
-    def refuse(self, problem: str) -> None:
-        self.arena.count_anew()
-        self._tall.refuse(problem)  # without which nobody comes to the other
+    def refuse_rest(self, problem: str) -> None:
+        if self.handle is None:
+            self.arena.count_anew()
+            self._tall.refuse(problem)  # without which nobody comes to the other
+        elif self.handle is self._tall and not self._refused:
+            self._refused = problem
+            self._wide.refuse(problem)
 
     def at_rest(self) -> bool:
         return self._tall.at_rest() and self._wide.at_rest()

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from bagua.common.core import core
 from bagua.common.errors import BaguaError, UsageError
 from bagua.common.kinds import Kind, ReduceOp
 from bagua.common.numpy_ops import allreduce, allreduce_async_
 from bagua.common.objects import allgather_object
 from bagua.common.process_set import ProcessSet
+from bagua.common.requests import refuse_quietly
 from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch import capture
@@ -223,9 +223,7 @@ class NonFinite:
     def refuse(self, problem: str) -> None:
         """The others hear why this rank does not ask."""
         if not self.asked:
-            with contextlib.suppress(BaguaError):
-                number = self._process_set._id()
-                core.refuse(world().engine, Kind.ALLREDUCE, self._name, number, problem)
+            refuse_quietly(Kind.ALLREDUCE, self._name, self._process_set, problem)
 
     def settle(self) -> None:
         """Waits for what was asked, without using it."""

@@ -35,6 +35,7 @@ class Shipment:
         self._launched = 0  # buckets, while backward goes on
         self._all_gathered = False
         self._error: Exception | None = None  # of a launch
+        self._refused = False  # what was not launched when something failed
 
     def launch(self, bucket: Bucket) -> None:
         """All of it is there, and backward goes on."""
@@ -107,11 +108,16 @@ class Shipment:
         return found
 
     def refuse_rest(self, problem: str) -> None:
-        """Other ranks that wait for what was not launched hear why."""
+        """Other ranks that wait for what was not launched hear why, without waiting for them."""
+        if self._refused:
+            return
+        self._refused = True
+        if not self._all_gathered:
+            first = self._checkpointed if self._checkpointed.due else self._layout
+            first.refuse(problem)
         for bucket in self._layout.buckets:
-            if bucket.handle is None:
-                with contextlib.suppress(BaguaError):
-                    bucket.refuse(problem)
+            with contextlib.suppress(BaguaError):
+                bucket.refuse_rest(problem)
         self._loose.refuse_rest(problem)
         if self._watch is not None:
             self._watch.refuse(problem)
@@ -129,6 +135,7 @@ class Shipment:
         self._launched = 0
         self._all_gathered = False
         self._error = None
+        self._refused = False
         if self._watch is not None:
             self._watch.forget()
         for bucket in self._layout.buckets:

@@ -1,0 +1,149 @@
+"""Backward passes that raise: what this rank and the others find afterwards."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from bagua.algorithms import GradientAllreduce, PowerSGD, TopK
+from bagua.common.world import world
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+
+
+@pytest.fixture(params=[True, False], ids=["during backward", "after backward"], autouse=True)
+def overlap(request, monkeypatch, hvd):
+    """When buckets leave, which otherwise depends on the machine."""
+    monkeypatch.setattr(world(), "overlaps", lambda busy_threads: request.param)
+    return request.param
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows):
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("on purpose")
+
+
+def test_a_backward_after_one_that_has_failed(everyone, hvd):
+    """Nothing but the second call of backward tells that the first one has ended."""
+    params = [nn.Parameter(torch.zeros(n)) for n in (10, 200_000)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
+    for _ in range(2):
+        for failing in (0, 1):
+            optimizer.zero_grad()
+            good, bad = params[failing - 1], params[failing]
+            with pytest.raises(ArithmeticError):
+                (good.sum() + Fails.apply(bad).sum()).backward()
+            for param in params:
+                param.grad = None
+            sum((everyone.me + 1) * param.sum() for param in params).backward()
+            for param in params:
+                assert (param.grad == (everyone.size + 1) / 2).all()
+            optimizer.step()
+
+
+def test_a_smaller_backward_after_one_that_has_failed(everyone, hvd):
+    params = [nn.Parameter(torch.zeros(10)) for _ in range(3)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
+    for step in range(4):
+        optimizer.zero_grad()
+        if step > 1:  # the order is known
+            with pytest.raises(ArithmeticError):
+                (Fails.apply(params[0]).sum() + params[1].sum() + params[2].sum()).backward()
+            for param in params:
+                param.grad = None
+        ((everyone.me + 1) * (params[1].sum() + params[2].sum())).backward()
+        for param in params[1:]:
+            assert (param.grad == (everyone.size + 1) / 2).all()
+        optimizer.step()
+
+
+def test_an_error_while_gradients_only_accumulate_is_nobody_elses(everyone, hvd):
+    param = nn.Parameter(torch.zeros(10))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            if everyone.me == 0:
+                with pytest.raises(ArithmeticError):
+                    (param.sum() + Fails.apply(param).sum()).backward()
+            param.sum().backward()
+        optimizer.zero_grad()
+        ((everyone.me + 1) * param.sum()).backward()
+        assert (param.grad == (everyone.size + 1) / 2).all()
+        optimizer.step()
+
+
+def test_an_error_in_backward_leaves_no_trace(everyone, hvd):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    oracle = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    rows = torch.randn(everyone.size, 6)
+    mine = rows[everyone.me : everyone.me + 1].requires_grad_(True)
+    with pytest.raises(ArithmeticError):
+        model[2](Fails.apply(model[1](model[0](mine)))).sum().backward()
+    optimizer.zero_grad()
+    model(mine).square().mean().backward()
+    optimizer.step()
+    oracle(rows).square().mean().backward()
+    reference.step()
+    for ours, right in zip(model.parameters(), oracle.parameters()):
+        torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
+
+
+EXCHANGES = {
+    "exact": GradientAllreduce,
+    "with residuals": lambda: TopK(hierarchical=False),
+    "in two halves": lambda: PowerSGD(warmup_steps=0),
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("at", [0, 1, 3], ids=lambda at: f"in step {at}")
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_the_others_hear_at_once(everyone, hvd, exchange, at):
+    """The rank whose backward has raised comes to another operation next, not to the optimizer.
+
+    Of three buckets two have left by then, if any leaves during backward.
+    """
+    first, middle, last = params = [nn.Parameter(torch.ones(40, 30)) for _ in range(3)]
+    sgd = torch.optim.SGD(params, lr=0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, num_groups=3, algorithm=EXCHANGES[exchange]())
+    skipped = []
+    for step in range(5):
+        optimizer.zero_grad()
+        fails = step == at and everyone.me == 0
+        hidden = Fails.apply(first) if fails else first
+        loss = (middle * (hidden * last).mean()).mean() * (everyone.me + 1)
+        bad = torch.zeros(1)
+        if fails:
+            with pytest.raises(ArithmeticError):
+                loss.backward()
+            bad += 1
+        elif step == at:
+            with pytest.raises(ValueError, match="rank 0: backward raised an exception"):
+                loss.backward()
+        else:
+            loss.backward()
+        if hvd.allreduce(bad, op=hvd.Max, name="bad").item():
+            skipped.append(step)
+            continue
+        optimizer.step()
+        assert_same_everywhere(hvd, params)
+    assert skipped == [at]
+
+
+def assert_same_everywhere(hvd, params) -> None:
+    for theirs in hvd.allgather_object([(p.detach(), p.grad) for p in params]):
+        for param, (values, grad) in zip(params, theirs):
+            assert torch.equal(param, values)
+            assert torch.equal(param.grad, grad)
