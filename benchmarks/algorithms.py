@@ -13,7 +13,8 @@ import bagua.torch
 from bagua.algorithms import Algorithm, LocalSGD, find, names
 
 COMPOSED = {
-    "minmax_u4": Algorithm(codec="minmax_u4", error_feedback=True),
+    "minmax_u4": Algorithm(codec="minmax_u4"),
+    "minmax_u4_feedback": Algorithm(codec="minmax_u4", error_feedback=True),
     "sign1": Algorithm(codec="sign1"),
     "local_sgd_forward": LocalSGD(every=16, when="forward"),
 }
