@@ -107,7 +107,11 @@ NcclGroup::NcclGroup(const NcclLibrary& library, Device& device, int size, int m
 
 void NcclGroup::begin(const NcclId& id) {
   NcclConfig config;
-  device_.as_current([&] { begun_ = library_.init_rank_config(&comm_, size_, id, me_, &config); });
+  place_ = std::make_shared<NcclLibrary::Comm>(nullptr);
+  device_.as_current([&] {
+    begun_ = library_.init_rank_config(place_.get(), size_, id, me_, &config);
+    comm_ = __atomic_load_n(place_.get(), __ATOMIC_ACQUIRE);
+  });
 }
 
 std::string NcclGroup::begun(const std::function<bool()>& pointless) {
@@ -131,7 +135,7 @@ bool NcclGroup::abort(const std::vector<NcclGroup*>& groups) {
     auto* comm = std::exchange(group->comm_, nullptr);
     if (!comm) continue;
     const bool counts = !group->captured_;
-    const auto end = [left, counts, abort = group->library_.abort, comm] {
+    const auto end = [left, counts, abort = group->library_.abort, comm, place = group->place_] {
       abort(comm);
       std::lock_guard<std::mutex> lock(left->mutex);
       if (counts) --left->count;

@@ -91,6 +91,9 @@ class NcclGroup {
   const int size_, me_;
   Stream stream_ = nullptr;
   const WaitUntil wait_until_;
+  // Where NCCL writes the communicator: a thread of NCCL's does so when it has begun, or failed to,
+  // which may be after this object is gone. It has ended when the communicator has been aborted.
+  std::shared_ptr<NcclLibrary::Comm> place_;
   NcclLibrary::Comm comm_ = nullptr;
   struct Registered {
     std::shared_ptr<char> memory;

@@ -49,6 +49,7 @@ struct bagua::NcclCommunicator {
       : world(std::move(world)), rank(rank) {}
   std::shared_ptr<bagua::FakeNcclWorld> world;
   int rank;
+  NcclCommunicator** place = nullptr;  // where whoever began it wants it
   int64_t round = 0;
   void* stream = nullptr;  // the last that was used
   int looks_until_ready = 5;
@@ -169,6 +170,8 @@ class FakeNccl {
     together_ = count;
   }
   static bool aborted_together() { return !lonely_; }
+  // Aborts that are through.
+  static int aborted() { return aborted_; }
   // Whether aborts end what is under way and then hang.
   static void hang_aborts(bool hang) { hang_ = hang; }
   // On this rank, or on none, a communicator does not come about, and says so at once, when asked,
@@ -208,6 +211,7 @@ class FakeNccl {
     static auto& all = *new std::vector<std::unique_ptr<NcclCommunicator>>;
     all.push_back(std::make_unique<NcclCommunicator>(world, rank));
     *comm = all.back().get();
+    (*comm)->place = comm;
     (*comm)->broken = rank == broken_ && says_ != Says::kNever;
     if (rank == broken_ && says_ == Says::kAtOnce) return NcclResult::kSystemError;
     std::lock_guard<std::mutex> world_lock(world->mutex);
@@ -231,7 +235,9 @@ class FakeNccl {
     for (; !together && now_s() < late_s; together = all_begun()) std::this_thread::yield();
     if (!together) lonely_ = true;
     while (hang_) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    *comm->place = comm;  // as the thread that begins it, for which an abort waits, does at its end
     forget_memory(comm);
+    ++aborted_;
     return NcclResult::kSuccess;
   }
 
@@ -390,7 +396,7 @@ class FakeNccl {
   }
 
   static inline std::atomic<int> calls_{0}, finalized_{0}, destroyed_{0}, together_{0};
-  static inline std::atomic<int> allocated_{0}, misused_{0};
+  static inline std::atomic<int> allocated_{0}, misused_{0}, aborted_{0};
   static inline std::mutex registering_;
   // By its beginning; registering_.
   static inline auto& registered_ = *new std::map<void*, NcclCommunicator*>;

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -11,6 +12,7 @@
 #include "common/clock.h"
 #include "engine/nccl_exchange.h"
 #include "engine/program.h"
+#include "transport/nccl.h"
 
 namespace bagua {
 namespace {
@@ -140,6 +142,23 @@ TEST(NcclFailure, AnAbortThatHangsKeepsNobodyWaiting) {
     });
   }
   FakeNccl::hang_aborts(false);
+}
+
+// The thread that begins it writes down the communicator in the end: a sanitizer would tell.
+TEST(NcclFailure, WhatIsGivenUpWhileItBeginsMayEndLater) {
+  FakeNccl::hang_aborts(true);
+  const int before = FakeNccl::aborted();
+  PretendDevice device(/*work_us=*/0);
+  auto group = std::make_unique<NcclGroup>(FakeNccl::library(), device, /*size=*/2, /*me=*/0,
+                                           [](const std::function<bool()>&) {});
+  NcclId id;
+  FakeNccl::library().get_unique_id(&id);
+  group->begin(id);  // and nobody else does
+  group.reset();
+  FakeNccl::hang_aborts(false);
+  const double late_s = now_s() + kHangS;
+  while (FakeNccl::aborted() == before && now_s() < late_s) std::this_thread::yield();
+  EXPECT_EQ(FakeNccl::aborted(), before + 1);
 }
 
 // It calls a dead peer and a broken network by several names; alone there is nobody to blame.
