@@ -55,6 +55,9 @@ class Scratch {
 
 struct Collective;
 
+// From here on a tensor is worth a job of its own: gathering it would cost more.
+constexpr int64_t kLoneNbytes = 512 << 10;
+
 // One exchange of elements of one type. Which fields count depends on the kind:
 //   allreduce      data, count                       (in place)
 //   broadcast      data, count, root                 (in place)
@@ -86,6 +89,7 @@ struct Job {
   std::function<void()> values_final = {};
   // An allreduce whose data is null: where its elements are instead, all of them in order.
   std::vector<Fragment> fragments = {};
+  bool in_company = false;  // of several tensors, which others may join, or leave, the next time
   // An allreduce whose values are to travel through a codec.
   const Coding* coding = nullptr;
   bool exact_in_nodes = false;  // codec and peers count between nodes only, if ranks share any

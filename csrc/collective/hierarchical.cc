@@ -21,8 +21,6 @@ namespace {
 
 // At a time; memory that others cannot see is copied through as much of shared memory.
 constexpr size_t kChunkNbytes = 32 << 20;
-// From so many bytes of fp32 on, 16 bits are worth the steps of a codec.
-constexpr size_t kHalvedNbytes = 4 << 10;
 
 struct Layout {
   std::vector<int> mine;      // group indices on this node
@@ -123,8 +121,7 @@ class NodeChunk {
 // Whether what leaders exchange of 16-bit floats may travel in 16 bits.
 bool may_travel_halved(const Job& job, const Job& across) {
   return is_linear(job.op) && !job.coding && job.peers.all() && job.between_nodes == "auto" &&
-         across.group.size() > 1 && across.nbytes() >= kHalvedNbytes &&
-         (job.dtype != DType::kF16 || job.finish.factor == 1);
+         across.group.size() > 1 && (job.dtype != DType::kF16 || job.finish.factor == 1);
 }
 
 // What part of a node's sum travels: all of it may be too large for a float16 where the average
@@ -149,6 +146,7 @@ void lead(Job& job, Group& far, int leader, const Layout& layout, int64_t at, in
     if (job.kept[i]) across.kept[i] = job.kept[i] + at + slice.begin;
   across.peers = job.peers;
   across.weights = layout.weights;
+  across.in_company = job.in_company;
   const bool halved = wide && may_travel_halved(job, across);
   const Coding halves = half_coding(job.dtype);
   const double share = halved ? share_of(job, layout.most) : 1;

@@ -151,7 +151,7 @@ void shared(Job& job) {
   group.settle();
   const Place mine = job.data ? group.node()->arenas()->find(job.data, job.nbytes()) : Place();
   // What is in many small places is no work for several threads.
-  const int threads = job.fragments.empty() ? job.width() : 1;
+  const int threads = job.fragments.size() < 2 ? job.width() : 1;
   Pace& pace = job.scratch.pace(Scratch::Into::kArenas, OpKind::kAllreduce, job.nbytes(), threads);
   const bool varies = job.nbytes() >= kVariesNbytes;
   const int way = varies && !mine.nowhere() && group.me() == 0 ? pace.choose() : 0;

@@ -44,17 +44,18 @@ Allreduce::Allreduce(const std::vector<RequestPtr>& requests, Group& group, cons
     job.coding = coding_.codec ? &coding_ : nullptr;
     job.peers = peers;
     job.exact_in_nodes = d_.exact_in_nodes;
+    const bool alone = group.size() == 1 || bench.nccl;
+    Job& kept = jobs_.emplace_back(std::move(job));
+    const Collective* row = alone ? nullptr : &choose(OpKind::kAllreduce, kept, bench);
     // Not of several tensors: results come to them at the end.
-    if (job.data && ++laid == tensors_.size() && apart_.empty())
-      job.values_final = bench.values_final;
-    job.leaves = job.data && job.dtype == DType::kF32 && !bench.staging;
-    add(jobs_.emplace_back(std::move(job)));
+    if (kept.data && ++laid == tensors_.size() && apart_.empty())
+      kept.values_final = bench.values_final;
+    kept.leaves = kept.data && kept.dtype == DType::kF32 && !bench.staging;
+    add(kept, row);
   });
 }
 
-void Allreduce::add(Job& job) {
-  const bool alone = group_.size() == 1 || bench_.nccl;
-  const Collective* row = alone ? nullptr : &choose(OpKind::kAllreduce, job, bench_);
+void Allreduce::add(Job& job, const Collective* row) {
   // What comes from a device should not wait for the small ones that come last. As all ranks do,
   // whether or not their own tensors are on one.
   const bool begins = row && row->begin && (job.data || !d_.on_device);

@@ -35,7 +35,7 @@ class Allreduce {
     size_t nbytes = 0;
   };
 
-  void add(Job& job);
+  void add(Job& job, const Collective* row);
   static bool has_room(const Batch& batch, const Collective& row, const Job& job);
   std::unique_ptr<UnderWay> begin(Batch& batch);
   void run_alone(const Collective* row, Job& job);

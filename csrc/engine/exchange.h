@@ -13,9 +13,6 @@
 
 namespace bagua {
 
-// From here on a tensor is worth an exchange of its own: gathering it would cost more.
-constexpr int64_t kLoneNbytes = 512 << 10;
-
 // What the engine lends to an exchange.
 struct Workbench {
   Scratch& scratch;

@@ -7,6 +7,13 @@ char* place_of(const Job& job, const Fragment& f) {
   return job.data + f.begin * static_cast<int64_t>(job.item());
 }
 
+void bring_to_result(Job& job) {
+  const Fragment only = job.fragments[0];
+  job.fragments.clear();
+  job.data = only.out;
+  copy(job.group, job.data, only.in, job.nbytes());
+}
+
 }  // namespace
 
 const Collective& choose(OpKind kind, Job& job, const Workbench& bench) {
@@ -17,6 +24,8 @@ const Collective& choose(OpKind kind, Job& job, const Workbench& bench) {
   job.between_nodes = bench.allreduce.between_nodes;
   job.chosen = bench.chosen;
   job.crew = bench.crew;
+  if (job.fragments.size() == 1 && (!row.scattered || job.fragments[0].in == job.fragments[0].out))
+    bring_to_result(job);
   return row;
 }
 

@@ -5,7 +5,8 @@
 
 namespace bagua {
 
-// The row that does a job, and what the job has to know for it.
+// The row that does a job, and what the job has to know for it. Unless the row takes fragments, a
+// single one is brought to where its result goes.
 const Collective& choose(OpKind kind, Job& job, const Workbench& bench);
 // Elements that come from a device do so while the exchange goes on with others, if it can.
 void connect(Job& job, const Collective& row, Staging& staging);

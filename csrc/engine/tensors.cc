@@ -82,11 +82,7 @@ void for_jobs(const std::vector<Tensor>& tensors, Group& group, const Workbench&
     } while (fuse && end < tensors.size() && tensors[end].dtype == job.dtype &&
              !lone(tensors[begin]) && !lone(tensors[end]) &&
              job.nbytes() + tensors[end].nbytes() <= static_cast<size_t>(bench.fusion_nbytes));
-    if (end == begin + 1 && !bench.nccl) {
-      job.fragments.clear();
-      job.data = tensors[begin].out;
-      copy(group, job.data, tensors[begin].in, job.nbytes());
-    }
+    job.in_company = end > begin + 1;
     run(job);
     begin = end;
   }

@@ -21,8 +21,7 @@ struct Tensor {
 // Non-empty tensors of all requests, element types together, otherwise in order.
 std::vector<Tensor> tensors_by_dtype(const std::vector<RequestPtr>& requests);
 
-// Calls run on jobs whose data is one tensor, which is where its result goes, or whose fragments
-// are several; on a device one is a fragment, too.
+// Calls run on jobs of one tensor or several, which are their fragments.
 void for_jobs(const std::vector<Tensor>& tensors, Group& group, const Workbench& bench, bool fuse,
               const std::function<void(Job&)>& run);
 

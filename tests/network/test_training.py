@@ -10,7 +10,16 @@ import torch
 from common.simulation import Simulation
 from torch import nn
 
-from bagua.algorithms import Algorithm, ByteGrad, Decentralized, GradientAllreduce, LocalSGD, TopK
+from bagua.algorithms import (
+    Algorithm,
+    ByteGrad,
+    Decentralized,
+    DiLoCo,
+    GradientAllreduce,
+    LocalSGD,
+    PowerSGD,
+    TopK,
+)
 from bagua.common.world import world
 from bagua.torch.pieces import land_all
 
@@ -141,3 +150,32 @@ def test_is_what_one_loop_over_all_ranks_gives(everyone, hvd, hosts, name):
     check_close(params, expected[everyone.me], coded)
     for theirs in hvd.allgather_object([param.detach() for param in params]):
         assert all(torch.equal(a, b) for a, b in zip(theirs, params))
+
+
+def trained(everyone, hvd, algorithm: Algorithm) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 40), nn.LayerNorm(40), nn.Tanh(), nn.Linear(40, 20))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), algorithm=algorithm)
+    for step in range(7):
+        inputs = torch.randn(4, 20, generator=torch.Generator().manual_seed(step + 100 * everyone.me))
+        optimizer.zero_grad()
+        (model(inputs) - inputs).square().mean().backward()
+        optimizer.step()
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["gradient_allreduce", "powersgd", "diloco"])
+def test_again_it_gives_the_same_bits(everyone, hvd, name, monkeypatch):
+    """Whoever of many small exchanges happens to travel together."""
+    config = dataclasses.replace(world().config, bucket_mb=0.0005)
+    monkeypatch.setattr(world(), "config", config)
+    algorithm = {
+        "gradient_allreduce": GradientAllreduce(),
+        "powersgd": PowerSGD(low_rank=1, warmup_steps=0),
+        "diloco": DiLoCo(every=2, codec="minmax_u8", error_feedback=True),
+    }[name]
+    first = trained(everyone, hvd, algorithm)
+    for _ in range(10):
+        again = trained(everyone, hvd, algorithm)
+        assert all(torch.equal(a, b) for a, b in zip(first, again))

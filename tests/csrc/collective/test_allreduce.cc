@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cmath>
 #include <numeric>
+#include <random>
 
 #include "collective/jobs.h"
 #include "common/errors.h"
@@ -65,7 +66,7 @@ TEST_P(Allreduces, AllreduceIsRightAndEqualInBits) {
 }
 
 TEST(AllreduceChoice, IsWhatWasMeasured) {
-  const auto chosen = [](int n, size_t nbytes, DType dtype = DType::kF32) {
+  const auto chosen = [](int n, size_t nbytes, DType dtype = DType::kF32, bool in_company = false) {
     std::string name;
     std::vector<int> nodes(static_cast<size_t>(n));
     std::iota(nodes.begin(), nodes.end(), 0);
@@ -73,6 +74,7 @@ TEST(AllreduceChoice, IsWhatWasMeasured) {
         n, dtype,
         [&](int rank, Job& job) {
           job.count = static_cast<int64_t>(nbytes / job.item());
+          job.in_company = in_company;
           if (rank == 0) name = choose_collective(OpKind::kAllreduce, job, "auto").name;
         },
         nodes);
@@ -87,10 +89,44 @@ TEST(AllreduceChoice, IsWhatWasMeasured) {
   }
   for (const int n : {16, 40}) {
     EXPECT_EQ(chosen(n, 16 << 10), "gather_reduce");
-    EXPECT_EQ(chosen(n, 32 << 10), "halving");
+    EXPECT_EQ(chosen(n, 32 << 10), "scatter_reduce");
+    EXPECT_EQ(chosen(n, 512 << 10), "halving");
     EXPECT_EQ(chosen(n, 8 << 20), "ring");
     EXPECT_EQ(chosen(n, 8 << 20, DType::kBF16), "scatter_reduce");  // others round it too often
+    EXPECT_EQ(chosen(n, 8 << 20, DType::kF32, true), "scatter_reduce");
   }
+}
+
+// Which tensors travel together is a matter of time, so that it must not be one of their sums.
+TEST(AllreduceChoice, CompanyChangesNoBit) {
+  using Nodes = std::vector<int>;
+  const Nodes sixteen = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (const Nodes& nodes : {Nodes{0, 1, 2}, sixteen, Nodes{0, 0, 1, 1}, Nodes{0, 0, 1, 2, 2, 2}})
+    for (const DType dtype : {DType::kF32, DType::kF16})
+      for (const int64_t own : {1, 200, 3000, 60000}) {
+        std::vector<std::vector<char>> sums;
+        for (const int64_t others : {0, 500, 20000, 700000}) {
+          with_jobs(
+              static_cast<int>(nodes.size()), dtype,
+              [&](int rank, Job& job) {
+                job.count = others + own;
+                job.in_company = others > 0;
+                job.finish.divisor = static_cast<double>(nodes.size());
+                job.op = ReduceOp::kAverage;
+                std::vector<char> data(static_cast<size_t>(job.count) * job.item());
+                std::mt19937 random(static_cast<unsigned>(rank));
+                std::normal_distribution<double> normal;
+                for (int64_t i = 0; i < job.count; ++i)  // what is ours comes last
+                  put(dtype, data.data(), (others + i) % job.count, normal(random));
+                job.data = data.data();
+                choose_collective(OpKind::kAllreduce, job, "auto").run(job);
+                if (rank == 0)
+                  sums.emplace_back(data.end() - own * static_cast<int64_t>(job.item()), data.end());
+              },
+              nodes);
+          ASSERT_EQ(sums.back(), sums[0]) << own << " beside " << others;
+        }
+      }
 }
 
 // A pipelined row asks for each element once before it looks at it, and tells of each once, when it
