@@ -71,7 +71,7 @@ class World:
         """Whether an exchange while the model computes makes training faster.
 
         It does where something else than this machine's cores is waited for, or one of them is
-        free.
+        free: computing keeps so many busy, none where devices compute.
         """
         if self.config.overlap != "auto":
             return self.config.overlap == "always"

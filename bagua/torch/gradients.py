@@ -22,6 +22,7 @@ from bagua.common.objects import broadcast_object
 from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch import capture, hooks
+from bagua.torch.arrays import is_on_device
 from bagua.torch.bucket_plan import Plan, fold_of
 from bagua.torch.buckets import Bucket
 from bagua.torch.checkpointed import Checkpointed
@@ -66,7 +67,9 @@ class Gradients:
         self._process_set = process_set = standing.process_set
         self.standing = standing
         names = checked_names(optimizer, named_parameters)
-        overlaps = world().overlaps(torch.get_num_threads())
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        elsewhere = all(is_on_device(param) for param in params)  # it computes, not on the cores
+        overlaps = world().overlaps(0 if elsewhere else torch.get_num_threads())
         name, root = standing.name("overlaps"), process_set.ranks[0]
         self._overlaps = broadcast_object(overlaps, root, name, process_set)
         self._plan = Plan(

@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 HEADER = """
-import faulthandler, glob, itertools, os, signal, sys, threading, time
+import faulthandler, glob, itertools, os, signal, subprocess, sys, threading, time
 import numpy as np
 import bagua
 
@@ -97,6 +97,16 @@ def work():
     while True:
         bagua.allreduce_(big, name="big")
 """,
+    "stopped for a while, so that the others sleep": """
+big = np.ones(16 << 20, np.float32)
+bagua.allreduce_(big, name="big")
+if me == 1:
+    pid = os.getpid()
+    subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -STOP {pid}; sleep 1; kill -KILL {pid}"])
+def work():
+    while True:
+        bagua.allreduce_(big, name="big")
+""",
     "while all are idle": """
 bagua.allreduce(one(), name="x")
 meet()
@@ -110,6 +120,7 @@ work = lambda: bagua.allreduce(one(), name="x")
 
 @pytest.mark.parametrize("when", DEATHS)
 def test_killed_rank_is_named_on_every_other(run, when):
+    """At once: it is no ping that tells, as nobody is pinged."""
     result = run(
         3,
         DEATHS[when]
@@ -120,6 +131,7 @@ expect_error(bagua.barrier)
 say("survived")
 meet(2)
 """,
+        start=START.replace("comm=None", "comm=None, peer_timeout_s=0"),
         fault_tolerant=True,
     )
     for rank in (0, 2):

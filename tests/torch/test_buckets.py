@@ -261,3 +261,11 @@ def test_a_parameter_of_several_optimizers_that_has_died_is_nobodys(hvd):
     del param
     gc.collect()
     assert not claims.contested
+
+
+def test_a_model_on_a_device_keeps_no_core_busy(hvd, monkeypatch):
+    asked = []
+    monkeypatch.setattr(world(), "overlaps", lambda busy_threads: bool(asked.append(busy_threads)))
+    param = nn.Parameter(torch.zeros(3))
+    hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.1))
+    assert asked == [0 if is_on_device(param) else torch.get_num_threads()]
