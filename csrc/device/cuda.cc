@@ -31,13 +31,14 @@ class NoCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Makes a device the calling thread's for a while.
+// Makes a device the calling thread's for a while, with its context: a thread without any calls the
+// first device its own, and NCCL asks the driver, which knows of no device then.
 class Current {
  public:
   explicit Current(int number) {
     check(cudaGetDevice(&before_), "cudaGetDevice");
+    check(cudaSetDevice(number), "cudaSetDevice");
     changed_ = before_ != number;
-    if (changed_) check(cudaSetDevice(number), "cudaSetDevice");
   }
   // Going back to a device that nobody uses would take some of its memory.
   ~Current() {

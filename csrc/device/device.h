@@ -63,7 +63,7 @@ class Device {
   virtual Stream add_stream() = 0;
   // Whether it runs the kernels that were compiled for it, or is too old.
   virtual bool runs_kernels() const { return true; }
-  // Kernels that are started meanwhile run on this device.
+  // Kernels that are started meanwhile run on this device, whose context is the calling thread's.
   virtual void as_current(const std::function<void()>& work) = 0;
   // A device that is this host does a kernel's work itself, on the stream; others return false.
   virtual bool works_on_host(Stream, const std::function<void()>&) { return false; }

@@ -8,6 +8,11 @@
 #include "common/memory.h"
 
 namespace bagua {
+namespace {
+
+thread_local int current = 0;  // how often a device is the thread's
+
+}  // namespace
 
 // In the order in which it was given, which is one that every stream's order allows.
 class PretendDevice::Graph {
@@ -166,6 +171,16 @@ void PretendDevice::drain_all() {
   }
   for (const Stream stream : all) drain(stream);
 }
+
+void PretendDevice::as_current(const std::function<void()>& work) {
+  struct Current {
+    Current() { ++current; }
+    ~Current() { --current; }
+  } here;
+  work();
+}
+
+bool PretendDevice::is_current() { return current > 0; }
 
 std::string PretendDevice::identity() const {
   std::string bytes(16, '\0');

@@ -47,7 +47,9 @@ class PretendDevice : public Device {
 
   // From now on it is broken: whoever asks it something hears so.
   void fail() { failed_ = true; }
-  void as_current(const std::function<void()>& work) override { work(); }
+  void as_current(const std::function<void()>& work) override;
+  // Whether the calling thread is in as_current.
+  static bool is_current();
   bool works_on_host(Stream stream, const std::function<void()>& work) override {
     run(stream, work);
     return true;

@@ -173,6 +173,12 @@ void NcclGroup::free() {
   device_.as_current([&] { library_.destroy(std::exchange(comm_, nullptr)); });
 }
 
+NcclResult NcclGroup::on_device(const std::function<NcclResult()>& call) {
+  NcclResult result = NcclResult::kSuccess;
+  device_.as_current([&] { result = call(); });
+  return result;
+}
+
 void NcclGroup::expect(NcclResult result, const char* what) {
   if (result == NcclResult::kSuccess || result == NcclResult::kInProgress) return;
   const std::string text = std::string(what) + ": " + library_.error_string(result);
@@ -206,7 +212,9 @@ void NcclGroup::finish(NcclResult result, const char* what) {
 void NcclGroup::register_memory(const std::shared_ptr<char>& memory, size_t nbytes) {
   if (registered_.count(memory.get()) > 0) return;
   Registered mine{memory};
-  finish(library_.comm_register(comm_, memory.get(), nbytes, &mine.handle), "ncclCommRegister");
+  finish(
+      on_device([&] { return library_.comm_register(comm_, memory.get(), nbytes, &mine.handle); }),
+      "ncclCommRegister");
   registered_[memory.get()] = mine;
 }
 
@@ -215,7 +223,8 @@ void NcclGroup::forget_unused() {
     const auto next = std::next(it);
     if (it->second.memory.use_count() == 1) {
       const auto gone = registered_.extract(it);
-      finish(library_.comm_deregister(comm_, gone.mapped().handle), "ncclCommDeregister");
+      finish(on_device([&] { return library_.comm_deregister(comm_, gone.mapped().handle); }),
+             "ncclCommDeregister");
     }
     it = next;
   }

@@ -78,6 +78,8 @@ class NcclGroup {
                 DType dtype);
 
  private:
+  // What a call says that is made where the device is current.
+  NcclResult on_device(const std::function<NcclResult()>& call);
   void expect(NcclResult result, const char* what);
   void finish(NcclResult result, const char* what);
   NcclResult state();

@@ -119,11 +119,13 @@ class FakeNccl {
       };
       l.destroy_op = [](NcclOp, Comm) { return NcclResult::kSuccess; };
       l.mem_alloc = [](void** memory, size_t nbytes) {
+        note_use_of_device();
         *memory = new char[nbytes];
         ++allocated_;
         return NcclResult::kSuccess;
       };
       l.mem_free = [](void* memory) {
+        note_use_of_device();
         std::lock_guard<std::mutex> lock(registering_);
         if (registered_.count(memory) > 0) ++misused_;
         --allocated_;
@@ -131,12 +133,14 @@ class FakeNccl {
         return NcclResult::kSuccess;
       };
       l.comm_register = [](Comm comm, void* memory, size_t, void** handle) {
+        note_use_of_device();
         std::lock_guard<std::mutex> lock(registering_);
         if (!registered_.emplace(memory, comm).second) ++misused_;
         *handle = memory;
         return NcclResult::kSuccess;
       };
       l.comm_deregister = [](Comm comm, void* handle) {
+        note_use_of_device();
         std::lock_guard<std::mutex> lock(registering_);
         const auto found = registered_.find(handle);
         if (found == registered_.end() || found->second != comm) ++misused_;
@@ -149,7 +153,7 @@ class FakeNccl {
   }
   static int calls() { return calls_; }
   // Memory of NCCL's there is; what is registered of it; what was done to it that must not be, or
-  // given to an operation by some ranks only.
+  // where no device was current, or given to an operation by some ranks only.
   static int allocated() { return allocated_; }
   static size_t registered() {
     std::lock_guard<std::mutex> lock(registering_);
@@ -188,6 +192,10 @@ class FakeNccl {
   using Comm = NcclLibrary::Comm;
   static constexpr auto kInvalidArgument = static_cast<NcclResult>(4);
   static constexpr auto kInvalidUsage = static_cast<NcclResult>(5);
+
+  static void note_use_of_device() {
+    if (!PretendDevice::is_current()) ++misused_;
+  }
 
   // What is given to a communicator must be in a group here, and not while it still prepares.
   static NcclResult enter(Comm comm) {
