@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import torch
@@ -16,14 +17,14 @@ from torch.nn.parameter import is_lazy
 from bagua.algorithms import Algorithm
 from bagua.algorithms.answers import of_parameter
 from bagua.common import numpy_ops
+from bagua.common.core import core
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
-from bagua.common.machine import machine
 from bagua.common.objects import allgather_object, broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.warn import warn
 from bagua.common.world import world
-from bagua.torch.arrays import dtype_name
+from bagua.torch.arrays import device_of, dtype_name, is_on_device
 from bagua.torch.own import is_own, is_own_of_mean
 
 
@@ -199,7 +200,8 @@ def check_parameters(
     problem = None
     if repr(first) != repr(mine):
         problem = difference(first, mine, f"rank {root}", f"rank {world().rank}")
-    gpus = {_gpu(param.device) for _, param in named if param.is_cuda}
+    devices = {device_of(param) for _, param in named if is_on_device(param)}
+    gpus = {core.device_identity(device) for device in devices}
     everyone = allgather_object((problem, gpus, asks), name, process_set)
     for text, *_ in everyone:
         if text is not None:
@@ -208,23 +210,17 @@ def check_parameters(
     return any(asked for *_, asked in everyone)
 
 
-def _gpu(device: torch.device) -> str:
-    """What is the same for ranks that use one GPU, whatever number it has for them."""
-    about = torch.cuda.get_device_properties(device)
-    return f"{about.name} {getattr(about, 'uuid', f'{machine()}, {device}')}"
-
-
-def _check_gpus(everyone: Iterable[tuple[int, set[str]]]) -> None:
-    users: dict[str, int] = {}
+def _check_gpus(everyone: Iterable[tuple[int, set[bytes]]]) -> None:
+    users: dict[bytes, int] = {}
     for rank, gpus in everyone:
         for gpu in gpus:
             other = users.setdefault(gpu, rank)
             if other != rank and not world().config.allow_shared_gpu:
                 raise UsageError(
-                    f"ranks {other} and {rank} train on one GPU, {gpu}: call "
-                    "torch.cuda.set_device(bagua.torch.local_rank()) before the model is made, "
-                    "give each rank one by bagua-run --own-gpu, start fewer ranks, or allow it "
-                    "with allow_shared_gpu (bagua-run --allow-shared-gpu)"
+                    f"ranks {other} and {rank} train on one GPU, GPU-{UUID(bytes=gpu)} "
+                    "of nvidia-smi -L: call torch.cuda.set_device(bagua.torch.local_rank()) before "
+                    "the model is made, give each rank one by bagua-run --own-gpu, start fewer "
+                    "ranks, or allow it with allow_shared_gpu (bagua-run --allow-shared-gpu)"
                 )
 
 

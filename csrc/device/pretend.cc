@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <random>
 #include <utility>
 
 #include "common/errors.h"
@@ -11,6 +12,14 @@ namespace bagua {
 namespace {
 
 thread_local int current = 0;  // how often a device is the thread's
+
+// Other processes have devices, too.
+std::string drawn_identity() {
+  std::random_device drawn;
+  std::string bytes(16, '\0');
+  for (char& byte : bytes) byte = static_cast<char>(drawn());
+  return bytes;
+}
 
 }  // namespace
 
@@ -113,7 +122,7 @@ void PretendDevice::replay(Stream stream, const std::shared_ptr<Graph>& graph) {
   for (const auto& piece : graph->pieces_) run(stream, piece);
 }
 
-PretendDevice::PretendDevice(int work_us) : work_us_(work_us) {}
+PretendDevice::PretendDevice(int work_us) : work_us_(work_us), identity_(drawn_identity()) {}
 PretendDevice::~PretendDevice() { forget_kept(); }
 
 void PretendDevice::run(Stream stream, std::function<void()> work) {
@@ -181,13 +190,6 @@ void PretendDevice::as_current(const std::function<void()>& work) {
 }
 
 bool PretendDevice::is_current() { return current > 0; }
-
-std::string PretendDevice::identity() const {
-  std::string bytes(16, '\0');
-  const auto* me = this;
-  std::memcpy(bytes.data(), &me, sizeof me);
-  return bytes;
-}
 
 std::shared_ptr<char> PretendDevice::allocate(size_t nbytes) {
   ++allocations_;

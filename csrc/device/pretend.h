@@ -8,7 +8,9 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "device/device.h"
@@ -23,7 +25,9 @@ class PretendDevice : public Device {
 
   std::string name() const override { return "a pretended device"; }
   int number() const override { return 0; }
-  std::string identity() const override;
+  std::string identity() const override { return identity_; }
+  // As if it were another one: 16 bytes.
+  void be(std::string identity) { identity_ = std::move(identity); }
   // The default stream is the thread that asks: what it is given is done when the call returns.
   Mark mark(Stream stream) override;
   void follow(Stream stream, const Mark& mark) override;
@@ -72,6 +76,7 @@ class PretendDevice : public Device {
   const int work_us_;
   const NcclLibrary* nccl_ = nullptr;
   bool is_old_ = false;
+  std::string identity_;
   std::atomic<bool> failed_{false};
   std::atomic<int> allocations_{0};
   std::mutex mutex_;

@@ -127,6 +127,9 @@ std::shared_ptr<Memory> memory_of_nccl(int number, const std::string& path, int6
   return data ? std::make_shared<Memory>(Memory{std::move(data), nbytes, true}) : nullptr;
 }
 
+// The same for all processes that use the device, whatever number it has there.
+py::bytes device_identity(int number) { return any_device(number).identity(); }
+
 // The version of NCCL that would be used, or "no NCCL: <why>".
 std::string nccl_found(const std::string& path) {
   std::string why_not;
@@ -166,6 +169,7 @@ PYBIND11_MODULE(_core, m) {
     return rows;
   });
   m.def("cuda_devices", cuda_devices);
+  m.def("device_identity", device_identity);
   m.def("nccl_found", nccl_found);
   m.def("nccl_memory", memory_of_nccl);
   m.def("note_written", [](const py::object& tensors) { note_written(tensors.ptr()); });

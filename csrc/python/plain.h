@@ -33,6 +33,8 @@ bool read_memory(PyObject* tensor, Plain& plain);
 // Whether its type offers that table.
 bool is_exchangeable(PyObject* tensor);
 
+// A device to ask about.
+Device& any_device(int number);
 // The device of a tensor. There is one to a process: a UsageError tells of a second.
 Device& device_of(int number);
 // The stream that torch, on this thread, gives work to.

@@ -1,4 +1,4 @@
-"""Finding NCCL where it is, and saying why not where it is not."""
+"""Finding NCCL where it is, and saying why not where it is not; which GPU a process has."""
 
 import subprocess
 import sys
@@ -94,6 +94,20 @@ def test_without_a_library_the_remedy_is_told(tmp_path):
     else:
         assert text.startswith("no NCCL: ")
         assert "pip install 'bagua[cuda]'" in text
+
+
+def test_a_process_has_one_gpu():
+    program = (
+        "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI\n"
+        "from bagua.common.core import core\n"
+        "for number in (0, 1):\n"
+        "    try: core.nccl_memory(number, '', 8)\n"
+        "    except Exception as error: print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    last = (done.stdout.splitlines() or [done.stderr])[-1]
+    assert last.startswith("UsageError a process has one GPU: this one began with cuda:0, and here")
+    assert "on cuda:1; call torch.cuda.set_device(local_rank())" in last
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+
+from bagua.common.core import core
+from bagua.common.world import world
+from bagua.torch import arrays
+from bagua.torch.checks import check_parameters
 
 pytestmark = pytest.mark.ranks(2, 3)
 
@@ -282,6 +289,23 @@ def test_parameters_that_are_added_and_differ(everyone, hvd, algorithm):
         with pytest.raises(hvd.UsageError, match=r"parameters differ between ranks: .*\(3,\)"):
             optimizer.zero_grad()
     still_works(hvd, "added")
+
+
+def test_ranks_on_one_gpu(everyone, hvd, monkeypatch):
+    """Each may have it by another number, or by the same number another one."""
+    monkeypatch.setattr(arrays, "_host", 0)
+    named = [*torch.nn.Linear(4, 2).named_parameters()]
+
+    def check(gpu, name):
+        monkeypatch.setattr(core, "device_identity", lambda number: b"%16d" % gpu)
+        check_parameters(named, name, hvd.global_process_set)
+
+    check(everyone.me, "own")
+    last = everyone.size - 1
+    with pytest.raises(hvd.UsageError, match=rf"ranks 0 and {last} train on one GPU, .*own-gpu"):
+        check(odd_one_out(everyone, everyone.me, 0), "shared")
+    monkeypatch.setattr(world(), "config", replace(world().config, allow_shared_gpu=True))
+    check(0, "allowed")
 
 
 @pytest.mark.parametrize("becomes", ["double", "wider"])

@@ -109,6 +109,22 @@ TEST(NcclExchange, ARankWhoseGpuIsTooOldForKernels) {
 }
 
 // What ranks give differs in size, or does not.
+TEST(NcclExchange, RanksThatHaveOneGpu) {
+  for (const bool shares : {false, true}) {
+    Config config = quiet_config();
+    config.nccl_shares_gpu = shares;
+    GpuWorld world(3, /*has_nccl=*/true, config);
+    const int before = FakeNccl::calls();
+    world.run([&](int rank, Gpu& gpu, Engine& engine) {
+      if (rank != 1) gpu.device.be("that of 0 and 2 ");
+      std::vector<float>& values = gpu.lasting(1000);
+      gpu.compute(values, 1);
+      EXPECT_EQ(gpu.exchange(engine, allreduce_of("x", values), values), all(values.size(), 3));
+    });
+    EXPECT_EQ(FakeNccl::calls() > before, shares);
+  }
+}
+
 TEST(NcclExchange, GathersAndScatters) {
   const int n = 3;
   for (const bool alike : {true, false}) {
