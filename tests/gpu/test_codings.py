@@ -1,7 +1,8 @@
 """Codecs on a GPU and on a CPU: every byte and every bit is the same.
 
 But for NaNs that arithmetic has passed: there are many, and processors choose different ones.
-Blocks tell of them by one and the same; values that travel one by one may be any.
+Blocks tell of them by one and the same; values that travel one by one may be any. Of finite values
+all bytes are the same, by every codec.
 """
 
 import os
@@ -35,6 +36,11 @@ def hard_values(count: int, seed: int) -> torch.Tensor:
         elif kind == 7:
             block.copy_(torch.where(block > 0, 0.0, -0.0))
     return values
+
+
+def finite_values(count: int, seed: int) -> torch.Tensor:
+    values = hard_values(count, seed)
+    return torch.where(values.isfinite(), values, -2.5)
 
 
 def assert_same_values(on_gpu: torch.Tensor, on_cpu: torch.Tensor) -> None:
@@ -82,26 +88,46 @@ def test_encodes_and_decodes_alike(codec, count, seed):
         assert_same_values(gpu_said, said)
 
 
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("seed", range(4))
+def test_finite_values_become_the_same_bytes(codec, count, seed):
+    coding = core.Coding(*codec)
+    values, kept = finite_values(count, seed), torch.full((count,), 0.0625)
+    for residual, gpu_residual in ((None, None), (kept, kept.cuda())):
+        wire = torch.zeros(coding.wire_nbytes(count), dtype=torch.uint8)
+        gpu_wire = wire.cuda()
+        coding.encode(values, wire, residual=residual)
+        coding.encode(values.cuda(), gpu_wire, residual=gpu_residual)
+        assert torch.equal(gpu_wire.cpu(), wire)
+
+
+def averages(coding, wires, count, keeps):
+    """By a CPU and by a GPU: the wire, what it says, and what it loses."""
+    for device in ("cpu", "cuda"):
+        wire = torch.zeros_like(wires[0], device=device)
+        values, lost = (torch.zeros(count, device=device) for _ in range(2))
+        stride = -(-wires[0].numel() // 4) * 4  # a wire begins at a multiple of 4 bytes
+        rows = torch.zeros(len(wires), stride, dtype=torch.uint8, device=device)
+        given = [row[: one.numel()].copy_(one) for row, one in zip(rows, wires)]
+        coding.average(given, wire, values, residual=lost if keeps else None)
+        yield wire, values, lost
+
+
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("nwires", [1, 2, 8])
-def test_adds_up_alike(codec, nwires):
+@pytest.mark.parametrize("draw", [hard_values, finite_values])
+def test_adds_up_alike(codec, nwires, draw):
     coding, count = core.Coding(*codec), 100_003
     wires = []
     for seed in range(nwires):
         wire = torch.zeros(coding.wire_nbytes(count), dtype=torch.uint8)
-        coding.encode(hard_values(count, seed), wire)
+        coding.encode(draw(count, seed), wire)
         wires.append(wire)
     for keeps in (False, True):
-        outcomes = []
-        for device in ("cpu", "cuda"):
-            wire = torch.zeros_like(wires[0], device=device)
-            values, lost = (torch.zeros(count, device=device) for _ in range(2))
-            stride = -(-wires[0].numel() // 4) * 4  # a wire begins at a multiple of 4 bytes
-            rows = torch.zeros(nwires, stride, dtype=torch.uint8, device=device)
-            given = [row[: one.numel()].copy_(one) for row, one in zip(rows, wires)]
-            coding.average(given, wire, values, residual=lost if keeps else None)
-            outcomes.append((wire, values, lost))
-        on_cpu, on_gpu = outcomes
+        on_cpu, on_gpu = averages(coding, wires, count, keeps)
+        if draw is finite_values:
+            assert torch.equal(on_gpu[0].cpu(), on_cpu[0])
         assert_same_wires(coding, codec, on_gpu[0], on_cpu[0], count)
         assert_same_values(on_gpu[1], on_cpu[1])
         assert_same_values(on_gpu[2], on_cpu[2])
