@@ -83,6 +83,7 @@ test-gpu: dev ## tests on a GPU, by one rank and by two that share it, without N
 	  exit 1
 	}
 	$(BIN)/python -m pytest tests/gpu
+	[ -z "$(DRIVER)" ] || PYTHONPATH=tests $(BIN)/python -m gpu.sharing
 	NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=4 $(BIN)/python -m pytest tests/gpu
 
 # Of the toolkit, which may not be on PATH. Races are looked for where threads share memory.

@@ -51,3 +51,15 @@ def test_a_gpu_is_not_skipped_over(tmp_path: Path, for_gpus: bool):
     assert (ran.returncode == 0) == for_gpus
     assert ("-m pytest tests/gpu" in ran.stdout) == for_gpus
     assert ("is one for CPUs" in ran.stdout) != for_gpus
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_nccl_is_not_done_without_where_two_ranks_should_share_it(tmp_path: Path, shares: bool):
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    told = 'echo "$NCCL_MULTI_RANK_GPU_ENABLE $@"'
+    python.write_text(f'#!/bin/sh\n{told}\n[ "$2" != gpu.sharing ] || exit {int(not shares)}\n')
+    python.chmod(0o755)
+    ran = make("-o", "dev", "test-gpu", f"VENV={tmp_path}", f"DRIVER={DRIVER}")
+    assert (ran.returncode == 0) == shares
+    assert ("1 -m pytest tests/gpu" in ran.stdout) == shares

@@ -6,20 +6,9 @@ What goes by the host is refused; make test-gpu runs this both without NCCL and 
 import pytest
 import torch
 
-from bagua.common.config import nccl_shares_gpu
-from bagua.common.core import core
-from bagua.common.nccl import library_path
+from gpu.sharing import has_nccl
 
 pytestmark = pytest.mark.ranks(1, 2)
-
-
-def has_nccl(hvd):
-    """Whether these ranks, who share a GPU, go by NCCL: only that can be captured."""
-    found = core.nccl_found(library_path())
-    if found.startswith("no NCCL"):
-        return False
-    version = tuple(int(number) for number in found.split("."))
-    return hvd.size() == 1 or (nccl_shares_gpu() and version >= (2, 30))
 
 
 class Trained:

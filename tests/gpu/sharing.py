@@ -1,0 +1,43 @@
+"""Whether ranks that share a GPU go by NCCL: that takes a newer one than torch may bring.
+
+`python -m gpu.sharing`, in tests/, fails with the remedy where what is found will not do.
+"""
+
+import sys
+from typing import Optional
+
+import torch
+
+from bagua.common.config import nccl_shares_gpu
+from bagua.common.core import core
+from bagua.common.nccl import library_path
+
+FIRST_THAT_SHARES = (2, 30)  # as csrc/engine/nccl_exchange.cc has it
+
+
+def found() -> tuple[int, ...]:
+    """Its version; none without one."""
+    text = core.nccl_found(library_path())
+    return () if text.startswith("no NCCL") else tuple(int(number) for number in text.split("."))
+
+
+def missing() -> Optional[str]:
+    if found() >= FIRST_THAT_SHARES:
+        return None
+    major = (torch.version.cuda or "13").partition(".")[0]
+    return (
+        "two ranks that share a GPU go by NCCL 2.30 or newer, and here is "
+        f"{core.nccl_found(library_path())}: {sys.executable} -m pip install --upgrade --no-deps "
+        f"'nvidia-nccl-cu{major}>=2.30', though torch may have been built with another"
+    )
+
+
+def has_nccl(hvd) -> bool:
+    """Whether these ranks, who share a GPU, go by NCCL."""
+    if hvd.size() == 1:
+        return found() != ()
+    return nccl_shares_gpu() and missing() is None
+
+
+if __name__ == "__main__":
+    sys.exit(missing())
