@@ -6,8 +6,8 @@ Codecs code a bucket of 100 MB of float32, beside a copy of it on the device. Th
 which share the GPU, sum 64 MB of zeros and train the MLP of 40 MB, beside DistributedDataParallel
 over NCCL where it runs; they sum buckets of several sizes, many in a row, beside NCCL alone, whose
 difference is what the engine costs; and a trace of steps tells where the host waited for the GPU.
-Prints tables, and keeps the figures in benchmarks/results/, by the name of the device: nothing is
-written there but what a run has measured.
+Prints tables, and keeps them and the figures in benchmarks/results/, by the name of the device:
+nothing is written there but what a run has measured.
 """
 
 from __future__ import annotations
@@ -86,16 +86,27 @@ def kernels() -> dict[str, Any]:
     return figures
 
 
-def print_kernels(figures: dict[str, Any]) -> None:
+def table_of_kernels(figures: dict[str, Any]) -> str:
     speed = figures["copy"]["bytes"] / figures["copy"]["seconds"]
-    print(f"{'':<20}{'time':>12}{'bandwidth':>14}{'floor':>12}   time / floor")
+    lines = [f"{'':<20}{'time':>12}{'bandwidth':>14}{'floor':>12}   time / floor"]
     for name, figure in figures.items():
         seconds, floor = figure["seconds"], figure["bytes"] / speed
-        print(
+        lines.append(
             f"{name:<20}{seconds * 1e6:>9.1f} us{figure['bytes'] / seconds * 1e-12:>9.2f} TB/s"
             f"{floor * 1e6:>9.1f} us{seconds / floor:>11.2f} x"
         )
-    print("floor: the bytes that must be touched, at the speed of the copy\n")
+    lines.append("floor: the bytes that must be touched, at the speed of the copy")
+    return "\n".join(lines)
+
+
+def table_of_exchanges(ranks: int, figures: dict[str, Any]) -> str:
+    found = figures["waits of a step"]
+    lines = [f"{ranks} ranks" if ranks > 1 else "1 rank"]
+    for what, figure in figures.items():
+        if figure is not found:
+            lines.append(f"{what:<24}{figure['median_s'] * 1e3:>9.3f} ms")
+    lines.append(f"the host waits in a step: {found or 'never'}")
+    return "\n".join(lines)
 
 
 def exchanges() -> dict[str, Any]:
@@ -226,8 +237,9 @@ def main() -> int:
         "date": time.strftime("%Y-%m-%d"),
         "kernels": kernels(),
     }
-    print(f"{name}\n")
-    print_kernels(results["kernels"])
+    about = f"{name}, torch {results['torch']}, {results['date']}"
+    tables = [about, table_of_kernels(results["kernels"])]
+    print(*tables, sep="\n\n")
     path = RESULTS / f"{name.replace(' ', '-').lower()}.json"
     RESULTS.mkdir(exist_ok=True)
     for ranks in (1, 2):
@@ -236,14 +248,11 @@ def main() -> int:
             return 1
         results[f"{ranks} ranks"] = figures = json.loads(output.read_text())
         output.unlink()
-        print(f"{ranks} ranks")
-        found = figures["waits of a step"]
-        for what, figure in figures.items():
-            if figure is not found:
-                print(f"{what:<24}{figure['median_s'] * 1e3:>9.3f} ms")
-        print(f"the host waits in a step: {found or 'never'}\n")
+        tables.append(table_of_exchanges(ranks, figures))
+        print(f"\n{tables[-1]}")
     path.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"written: {path}")
+    path.with_suffix(".txt").write_text("\n\n".join(tables) + "\n")
+    print(f"\nwritten: {path}, and the tables beside it")
     return 0
 
 

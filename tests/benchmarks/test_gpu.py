@@ -1,6 +1,6 @@
-"""What benchmarks/gpu.py makes of a trace."""
+"""What benchmarks/gpu.py makes of a trace and of figures."""
 
-from benchmarks.gpu import waits_in
+from benchmarks.gpu import table_of_exchanges, table_of_kernels, waits_in
 
 
 def test_calls_that_wait_are_counted_between_the_steps_only():
@@ -18,3 +18,24 @@ def test_calls_that_wait_are_counted_between_the_steps_only():
     ]
     expected = {"cudaStreamSynchronize": 1, "cudaMalloc": 2, "cuStreamSynchronize": 1}
     assert waits_in(events) == expected
+
+
+def spaced(table: str) -> list[str]:
+    return [" ".join(line.split()) for line in table.splitlines()]
+
+
+def test_tables():
+    kernels = {
+        "copy": {"seconds": 50e-6, "bytes": 200_000_000},
+        "minmax_u8 encode": {"seconds": 40e-6, "bytes": 125_000_000},
+    }
+    assert spaced(table_of_kernels(kernels))[1:3] == [
+        "copy 50.0 us 4.00 TB/s 50.0 us 1.00 x",
+        "minmax_u8 encode 40.0 us 3.12 TB/s 31.2 us 1.28 x",
+    ]
+    exchanges = {"bucket 64 KB, engine": {"median_s": 14e-6}, "waits of a step": {}}
+    assert spaced(table_of_exchanges(2, exchanges)) == [
+        "2 ranks",
+        "bucket 64 KB, engine 0.014 ms",
+        "the host waits in a step: never",
+    ]
