@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bagua.common.core import core
-from bagua.common.errors import BaguaError, UsageError
+from bagua.common.errors import BaguaError, InternalError, UsageError
 from bagua.common.kinds import DTYPE_NUMBER, DTYPES
 from bagua.common.nccl import library_path
 from bagua.common.warn import warn
@@ -138,9 +138,11 @@ class TorchArrays:
     def adopt(self, memory: Any, shape: Sequence[int], like: Any) -> Any:
         if 0 in shape:
             return self.empty(shape, like)
-        if memory.on_device:
+        if memory.on_device != is_on_device(like):
+            raise InternalError("a result is not where the tensor was that it is of")
+        if not like.is_cpu:
             return torch.as_tensor(memory, device=like.device).view(like.dtype).view(tuple(shape))
-        return torch.frombuffer(memory, dtype=like.dtype).view(tuple(shape)).to(like.device)
+        return torch.frombuffer(memory, dtype=like.dtype).view(tuple(shape))
 
     def assign(self, target: Any, source: Any) -> None:
         target.detach().copy_(source)

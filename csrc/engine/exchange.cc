@@ -15,12 +15,18 @@ int member_of(const std::vector<int>& ranks, int rank) {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
 
-// Memory for a result, where the tensors are.
-char* allocate(Output& output, const Workbench& bench, size_t nbytes) {
-  output.on_device = bench.nccl != nullptr;
-  if (bench.nccl) output.user = std::make_shared<std::atomic<Device::Stream>>(nullptr);
-  output.data = bench.nccl ? bench.nccl->allocate(nbytes, output.user) : allocate_lines(nbytes);
-  return output.data.get();
+// Memory for a result, where the tensor was that it is of; and where the exchange writes it.
+char* allocate(Output& output, const Workbench& bench, const Part& part, size_t nbytes) {
+  output.on_device = bench.nccl || part.staged;
+  if (!output.on_device) {
+    output.data = allocate_lines(nbytes);
+    return output.data.get();
+  }
+  output.user = std::make_shared<std::atomic<Device::Stream>>(nullptr);
+  output.data = bench.nccl ? bench.nccl->allocate(nbytes, output.user)
+                           : bench.staging->allocate(nbytes, output.user);
+  char* data = output.data.get();
+  return bench.nccl ? data : bench.staging->place_for(data, nbytes);
 }
 
 void run(OpKind kind, Job& job, const Workbench& bench) {
@@ -59,7 +65,7 @@ void exchange_allgather(const Request& request, Group& group, const Workbench& b
       total += job.out_counts.back();
     }
     job.in = request.parts[i].in;
-    job.out = allocate(output, bench, static_cast<size_t>(total) * job.item());
+    job.out = allocate(output, bench, request.parts[i], static_cast<size_t>(total) * job.item());
     run(OpKind::kAllgather, job, bench);
   }
 }
@@ -77,7 +83,7 @@ void exchange_alltoall(const Request& request, Group& group, const Workbench& be
     total += job.out_counts.back();
   }
   job.in = request.parts[0].in;
-  job.out = allocate(output, bench, static_cast<size_t>(total) * job.item());
+  job.out = allocate(output, bench, request.parts[0], static_cast<size_t>(total) * job.item());
   run(OpKind::kAlltoall, job, bench);
 }
 

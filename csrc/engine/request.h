@@ -151,6 +151,7 @@ struct Part {
   const char* in = nullptr;
   char* out = nullptr;
   bool on_device = false;  // the request's; else in the host's memory
+  bool staged = false;     // brought to the host's memory from there, where the result belongs
 };
 
 struct Request {

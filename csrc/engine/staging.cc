@@ -80,7 +80,7 @@ void Staging::begin(const std::vector<RequestPtr>& requests, Group& group, bool 
         out_count = slice_of(tensor.shape[0], group.size(), group.me()).count * tensor.row_count();
       const auto item = static_cast<int64_t>(dtype_nbytes(tensor.dtype));
       const auto place = [&part](char* in, char* out) {
-        part = {in, part.out ? out : nullptr, false};
+        part = {in, part.out ? out : nullptr, /*on_device=*/false, /*staged=*/true};
       };
       needs.push_back({part.in, part.out, static_cast<size_t>(count * item),
                        static_cast<size_t>(out_count * item), place});
@@ -89,7 +89,9 @@ void Staging::begin(const std::vector<RequestPtr>& requests, Group& group, bool 
   }
   size_t total = 0;
   for (const Need& need : needs) total += whole_lines(need.in_nbytes) * (in_place ? 1 : 2);
-  char* room = room_for(total, /*host_writes_first=*/!brings || !in_place);
+  turn_ ^= 1;
+  places_ = 0;
+  char* room = room_in(memories_[turn_], total, /*host_writes_first=*/!brings || !in_place);
   for (const RequestPtr& request : requests_)
     for (const Device::Mark& start : request->starts) device_.follow(brings ? in_ : out_, start);
   for (const Need& need : needs) {
@@ -104,8 +106,7 @@ void Staging::begin(const std::vector<RequestPtr>& requests, Group& group, bool 
 
 // Memory from which everything has left by the time that somebody writes there: the device follows
 // what it took, the host has to wait. It may take a while to get more.
-char* Staging::room_for(size_t nbytes, bool host_writes_first) {
-  Memory& memory = memories_[turn_ ^= 1];
+char* Staging::room_in(Memory& memory, size_t nbytes, bool host_writes_first) {
   const bool grows = memory.nbytes < nbytes;
   if (grows || host_writes_first) group_->wait_until([&] { return device_.reached(memory.given); });
   if (grows) {
@@ -146,6 +147,22 @@ void Staging::need() {
   if (!chunks_.empty()) need(chunks_.back().end, 0);
 }
 
+char* Staging::place_for(char* result, size_t nbytes) {
+  std::deque<Memory>& memories = of_places_[turn_];
+  if (places_ == memories.size()) memories.emplace_back();
+  char* place = room_in(memories[places_++], std::max<size_t>(nbytes, 1), true);
+  if (nbytes == 0) return place;
+  results_.insert(after(place), {place, result, nbytes});
+  ++tensors_;
+  return place;
+}
+
+// The first result that lies behind a place.
+std::vector<Staging::Result>::iterator Staging::after(const char* place) {
+  return std::upper_bound(results_.begin(), results_.end(), place,
+                          [](const char* at, const Result& result) { return at < result.from; });
+}
+
 bool Staging::holds(const char* data) const {
   return std::any_of(results_.begin(), results_.end(), [&](const Result& result) {
     return data >= result.from && data < result.from + result.nbytes;
@@ -155,10 +172,7 @@ bool Staging::holds(const char* data) const {
 void Staging::give(const char* data, size_t nbytes) {
   if (nbytes == 0) return;
   if (tensors_ > 1) need();  // they may share memory: all are read before one is written
-  const auto after =
-      std::upper_bound(results_.begin(), results_.end(), data,
-                       [](const char* place, const Result& result) { return place < result.from; });
-  Result& result = *std::prev(after);
+  Result& result = *std::prev(after(data));
   result.given = true;
   device_.copy(result.to + (data - result.from), data, nbytes, out_);
   group_->touch(2 * nbytes);
@@ -171,6 +185,7 @@ void Staging::end() {
     if (!result.given) give(result.from, result.nbytes);
   const Device::Mark end = device_.mark(out_);
   memories_[turn_].given = end;
+  for (size_t i = 0; i < places_; ++i) of_places_[turn_][i].given = end;
   for (const RequestPtr& request : requests_)
     request->handle->returned_to(device_, end, /*may_fail=*/false);
   requests_.clear();

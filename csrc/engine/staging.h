@@ -2,6 +2,7 @@
 // results go back, while the exchange goes on with other chunks.
 #pragma once
 
+#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
@@ -26,6 +27,12 @@ class Staging {
   // Starts to bring what the requests give, unless only results matter here, and makes their parts
   // places in the host's memory.
   void begin(const std::vector<RequestPtr>& requests, Group& group, bool brings);
+  // Where in the host's memory a result is to be made whose size only the exchange tells, and which
+  // is then given to memory on the device.
+  char* place_for(char* result, size_t nbytes);
+  std::shared_ptr<char> allocate(size_t nbytes, const Device::User& user) {
+    return device_.lend(nbytes, user);
+  }
   // Whether these values are brought, or results that will be given.
   bool holds(const char* data) const;
   // Waits until these bytes are there; all of them, without an argument.
@@ -56,14 +63,16 @@ class Staging {
     size_t nbytes = 0;
     Device::Mark given;  // what was in it last has left
   };
-  char* room_for(size_t nbytes, bool host_writes_first);
+  char* room_in(Memory& memory, size_t nbytes, bool host_writes_first);
+  std::vector<Result>::iterator after(const char* place);
   void bring(char* to, const char* from, size_t nbytes);
 
   Device& device_;
   const std::shared_ptr<Arenas> arenas_;
   const Warn warn_;
   const Device::Stream in_, out_;
-  Memory memories_[2];  // one is left while the other is entered
+  Memory memories_[2];               // one is left while the other is entered
+  std::deque<Memory> of_places_[2];  // of results one by one, likewise
   int turn_ = 0;
 
   // Of the exchange at hand.
@@ -73,6 +82,7 @@ class Staging {
   std::vector<Chunk> chunks_;                      // as they come, and as they lie in memory
   size_t chunks_there_ = 0;
   std::vector<Result> results_;  // as they lie in memory
+  size_t places_ = 0;            // of them
   size_t tensors_ = 0;           // that get one
   bool ended_ = true;
   bool warned_ = false;

@@ -201,6 +201,7 @@ Device::Stream current_stream(const Device& device) {
 }
 
 void pretend(int work_us) { pretended = new PretendDevice(work_us); }
+bool pretends() { return pretended != nullptr; }
 
 bool is_exchangeable(PyObject* tensor) { return exchange_of(Py_TYPE(tensor)) != nullptr; }
 

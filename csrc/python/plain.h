@@ -42,5 +42,7 @@ Device::Stream current_stream(const Device& device);
 // For tests: torch's tensors in the host's memory are taken for those of a pretended device, each
 // copy of which takes so many microseconds.
 void pretend(int work_us);
+// Whether that is so: then the host can look at what is on a device.
+bool pretends();
 
 }  // namespace bagua

@@ -4,9 +4,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "common/clock.h"
@@ -148,6 +151,22 @@ TEST(Staging, ReadsAllBeforeItWritesAny) {
   });
 }
 
+// What the program's stream finds in a result that the engine has made room for, on the device.
+std::vector<float> output_of(Program& program, Engine& engine, const HandlePtr& handle,
+                             size_t count, size_t index = 0) {
+  finish(engine, handle);
+  EXPECT_EQ(handle->device(), &program.device);
+  const Output& output = handle->outputs.at(index);
+  EXPECT_TRUE(output.on_device);
+  handle->make_follow(program.stream);
+  std::vector<float> seen;
+  program.device.run(program.stream, [&, from = reinterpret_cast<float*>(output.data.get())] {
+    seen.assign(from, from + count);
+  });
+  program.device.drain(program.stream);
+  return seen;
+}
+
 TEST(Staging, MovesRowsAndSlices) {
   PretendDevice device(kWorkUs);
   LoopbackWorld world(3);
@@ -161,10 +180,20 @@ TEST(Staging, MovesRowsAndSlices) {
     add_vector(*gather, values, 4);
     gather->parts[0].out = nullptr;
     HandlePtr handle = world[rank].submit(program.on_device(gather), Urgency::kNow);
-    finish(world[rank], handle);
-    EXPECT_EQ(handle->device(), &device);
-    const auto* rows = reinterpret_cast<const float*>(handle->outputs[0].data.get());
-    for (int i = 0; i < 36; ++i) EXPECT_EQ(rows[i], static_cast<float>(100 * (i / 12) + i % 12));
+    const std::vector<float> rows = output_of(program, world[rank], handle, 36);
+    for (size_t i = 0; i < 36; ++i) EXPECT_EQ(rows[i], static_cast<float>(100 * (i / 12) + i % 12));
+
+    program.compute(values, first, 1);
+    RequestPtr swap = request_of(OpKind::kAlltoall, "a");
+    add_vector(*swap, values, 4);
+    swap->parts[0].out = nullptr;
+    swap->splits = {2, 1, 1};
+    handle = world[rank].submit(program.on_device(swap), Urgency::kNow);
+    const size_t count = rank == 0 ? 6 : 3,
+                 skipped = rank == 0 ? 0 : 3 + 3 * static_cast<size_t>(rank);
+    const std::vector<float> received = output_of(program, world[rank], handle, 3 * count);
+    for (size_t i = 0; i < 3 * count; ++i)
+      EXPECT_EQ(received[i], static_cast<float>(100 * (i / count) + skipped + i % count));
 
     program.compute(values, first, 1);
     RequestPtr broadcast = request_of(OpKind::kBroadcast, "b");
@@ -180,6 +209,52 @@ TEST(Staging, MovesRowsAndSlices) {
     const float begin = rank == 0 ? 0.0f : static_cast<float>(3 + 3 * rank);
     EXPECT_EQ(program.exchange(world[rank], scatter, slice),
               line(slice.size(), 300 + 3 * begin, 3));
+  });
+}
+
+// Each where its tensor is; and again, when they are larger and what has been made room for is
+// still on its way.
+TEST(Staging, GathersWhereTheTensorsAre) {
+  PretendDevice device(kWorkUs);
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    Program program(device);
+    std::vector<HandlePtr> handles;
+    std::vector<std::vector<float>> given(3 * 4);
+    const auto count_of = [](int step, int i) {
+      return static_cast<size_t>(1000 * (i + 2 * step));
+    };
+    for (int step = 0; step < 4; ++step) {
+      RequestPtr gather = request_of(OpKind::kAllgather, "g" + std::to_string(step));
+      for (int i = 0; i < 3; ++i) {
+        auto& values = given[static_cast<size_t>(3 * step + i)] =
+            std::vector<float>(count_of(step, i));
+        if (i != 1) program.compute(values, static_cast<float>(rank + step));
+        if (i == 1) std::fill(values.begin(), values.end(), static_cast<float>(rank + step));
+        add_vector(*gather, values, static_cast<int64_t>(values.size()));
+        gather->parts.back().out = nullptr;
+      }
+      gather = program.on_device(gather);
+      gather->parts[1].on_device = false;
+      handles.push_back(world[rank].submit(std::move(gather), Urgency::kNow));
+    }
+    for (int step = 0; step < 4; ++step) {
+      const HandlePtr& handle = handles[static_cast<size_t>(step)];
+      for (int i = 0; i < 3; ++i) {
+        const size_t count = count_of(step, i);
+        std::vector<float> expected = all(count, static_cast<float>(step));
+        expected.resize(2 * count, static_cast<float>(step + 1));
+        if (i != 1) {
+          EXPECT_EQ(output_of(program, world[rank], handle, 2 * count, static_cast<size_t>(i)),
+                    expected);
+          continue;
+        }
+        finish(world[rank], handle);
+        EXPECT_FALSE(handle->outputs.at(1).on_device);
+        const auto* values = reinterpret_cast<const float*>(handle->outputs.at(1).data.get());
+        EXPECT_EQ(std::vector<float>(values, values + 2 * count), expected);
+      }
+    }
   });
 }
 
