@@ -174,8 +174,8 @@ class FakeNccl {
     together_ = count;
   }
   static bool aborted_together() { return !lonely_; }
-  // Aborts that are through.
-  static int aborted() { return aborted_; }
+  // Aborts that have begun and not ended.
+  static int under_abort() { return under_abort_; }
   // Whether aborts end what is under way and then hang.
   static void hang_aborts(bool hang) { hang_ = hang; }
   // On this rank, or on none, a communicator does not come about, and says so at once, when asked,
@@ -228,6 +228,7 @@ class FakeNccl {
   }
 
   static NcclResult abort(Comm comm) {
+    ++under_abort_;
     {
       std::lock_guard<std::mutex> lock(comm->world->mutex);
       comm->aborted = true;
@@ -245,7 +246,7 @@ class FakeNccl {
     while (hang_) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     *comm->place = comm;  // as the thread that begins it, for which an abort waits, does at its end
     forget_memory(comm);
-    ++aborted_;
+    --under_abort_;
     return NcclResult::kSuccess;
   }
 
@@ -404,7 +405,7 @@ class FakeNccl {
   }
 
   static inline std::atomic<int> calls_{0}, finalized_{0}, destroyed_{0}, together_{0};
-  static inline std::atomic<int> allocated_{0}, misused_{0}, aborted_{0};
+  static inline std::atomic<int> allocated_{0}, misused_{0}, under_abort_{0};
   static inline std::mutex registering_;
   // By its beginning; registering_.
   static inline auto& registered_ = *new std::map<void*, NcclCommunicator*>;
