@@ -93,9 +93,20 @@ class Algorithm:
                 "exact= is for gradients, momentum and changes; weights travel as they are, or, "
                 "with a codec, all of them as neighbors know them"
             )
+        self._check_topk()
         if self.warmup_steps < 0 or self.warmup_steps != int(self.warmup_steps):
             raise UsageError(f"warmup_steps is a number of steps, not {self.warmup_steps}")
         self._exchange()
+
+    def _check_topk(self) -> None:
+        """Not in `Exchange`: a plan may take another codec for some buckets."""
+        for field in ("density", "values"):
+            value = getattr(self, field)
+            if self.codec != "topk" and value != getattr(Exchange, field):
+                raise UsageError(
+                    f"{field}={value!r} is for codec='topk', and would do nothing with "
+                    f"{self.codec!r}; leave it out"
+                )
 
     def __repr__(self) -> str:
         chosen = [

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any
 
+from bagua.algorithms.other_names import instead_of_codec
 from bagua.common.config import check_one_of, nearest
 from bagua.common.core import core
 from bagua.common.errors import UsageError
@@ -29,6 +30,14 @@ TIMES = {
     "momentum": ("backward",),
     "weight": ("forward", "step", "background"),
     "delta": ("step", "forward"),
+}
+# And why at no other.
+_WHY = {
+    "grad": "the optimizer steps by the mean, so it must be there before",
+    "momentum": "it takes the place of gradients, whose mean must be there before the step",
+    "weight": "weights change when the optimizer steps",
+    "delta": "what a round has changed is known after its last step, and all ranks have to apply "
+    "it at the same one",
 }
 
 
@@ -82,6 +91,8 @@ class Exchange:
 
     def __post_init__(self) -> None:
         check_kinds(self)
+        if instead := instead_of_codec(self.codec):
+            raise UsageError(f"codec={self.codec!r} is no codec; give {instead} in place of one")
         for field, known in (
             ("what", tuple(TIMES)),
             ("codec", CODECS),
@@ -91,9 +102,10 @@ class Exchange:
             check_one_of(field, getattr(self, field), known)
         if self.when not in TIMES[self.what]:
             times = TIMES[self.what]
+            is_one = any(self.when in others for others in TIMES.values())
             raise UsageError(
                 f"{self.what} travels at when={' or '.join(map(repr, times))}, not {self.when!r}"
-                f"{nearest(str(self.when), times)}"
+                f"{f': {_WHY[self.what]}' if is_one else nearest(self.when, times)}"
             )
         self._check_numbers()
         self._check_peers()
@@ -111,8 +123,11 @@ class Exchange:
             )
 
     def _check_numbers(self) -> None:
-        if not 0 < self.density <= 1:
-            raise UsageError(f"density is a share above 0, at most 1, not {self.density}")
+        if not 1 / CHUNK <= self.density <= 1:
+            raise UsageError(
+                f"density is a share from 1/{CHUNK}, which is one of every {CHUNK} values, to 1, "
+                f"not {self.density}"
+            )
         if self.every < 1 or self.every != int(self.every):
             raise UsageError(f"every is a number of steps, at least 1, not {self.every}")
         if self.every > 1 and self.when == "backward":
@@ -157,15 +172,22 @@ class Exchange:
             )
         if self.what != "weight" or self.codec == "raw":
             return
-        if self.peers != "ring" or self.when != "step":
+        if self.peers != "ring":
             raise UsageError(
                 f"weights lose too much in {self.codec}. What a codec can carry are their changes: "
                 "to both neighbors with peers='ring', when='step', or to all with what='delta'"
             )
         if self.codec in NEED_FEEDBACK or self.error_feedback:
+            without = "Use minmax_u8, minmax_u4, fp8_e4m3, fp16 or bf16"
             raise UsageError(
                 f"a ring sets weights to what its codec has said of them; {self.codec} with error "
-                "feedback says too little. Use minmax_u8, minmax_u4, fp8_e4m3, fp16 or bf16"
+                "feedback says too little. "
+                f"{without if self.codec in NEED_FEEDBACK else 'Leave error_feedback out'}"
+            )
+        if self.when != "step":
+            raise UsageError(
+                f"through {self.codec} a ring carries how weights have moved in a step, at "
+                f"when='step', not {self.when!r}"
             )
 
     @property

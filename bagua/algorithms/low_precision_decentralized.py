@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from bagua.algorithms.algorithm import Algorithm, register
+from bagua.common.errors import UsageError
 
 
 @register
@@ -23,3 +24,11 @@ class LowPrecisionDecentralized(Algorithm):
     when: str = "step"
     hierarchical: bool = True
     name: ClassVar[str] = "low_precision_decentralized"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.codec == "raw":
+            raise UsageError(
+                "low_precision_decentralized tells changes through a codec; weights as they are "
+                "travel in a ring by Decentralized(peers='ring', when='step')"
+            )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from bagua.algorithms.algorithm import Algorithm, register
+from bagua.common.errors import UsageError
 
 
 @register
@@ -21,6 +22,13 @@ class TopK(Algorithm):
     codec: str = "topk"
     hierarchical: bool = True
     name: ClassVar[str] = "topk"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.codec != "topk":
+            raise UsageError(
+                f"topk is its codec, not {self.codec!r}; give Algorithm(codec={self.codec!r}, ...)"
+            )
 
     def at(self, step: int) -> Algorithm:
         if step >= self.warmup_steps:

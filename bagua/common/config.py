@@ -33,6 +33,8 @@ RESERVED_VARIABLES = (
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
+_SHORTEST = 3  # what is shorter is part of too many names to mean one of them
+
 
 def _setting(
     default: Value,
@@ -239,8 +241,11 @@ def allowed(setting: Field[Any]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for a misspelt name, or nothing when none is near."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    """`; did you mean 'x'?` for a name misspelt or cut short, or nothing when none is near."""
+    known = list(known)
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if not found and len(name) >= _SHORTEST:
+        found = sorted((other for other in known if name in other), key=lambda o: o.find(name))
     return f"; did you mean {found[0]!r}?" if found else ""
 
 

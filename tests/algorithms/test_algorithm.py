@@ -101,6 +101,7 @@ def test_a_name_is_that_of_one_class():
         (["topk"], r"a name, as 'bytegrad', or an object, as ByteGrad\(\), not \['topk'\]"),
         (3, r"a name, as 'bytegrad', or an object, as ByteGrad\(\), not 3"),
         ("topkk", "unknown algorithm 'topkk'; known: .*; did you mean 'topk'"),
+        ("async", "unknown algorithm 'async'; known: .*; did you mean 'async_model_average'"),
         ("adasum_for_large", "'adasum_for_large'; known: .*topk; one of the script's own must be"),
         ("minmax_u4", r"'minmax_u4' is a codec, .*Algorithm\(codec='minmax_u4'\)"),
     ],

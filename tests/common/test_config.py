@@ -100,7 +100,13 @@ def test_reserved_variables_are_known(monkeypatch):
 def test_names_far_off_are_not_suggested():
     assert nearest("nofile.py", ["dist.py"]) == ""
     assert nearest("adasum_for_large", ["async_model_average", "topk"]) == ""
+    assert nearest("fp", ["bf16", "fp8_e4m3"]) == ""
+
+
+def test_names_cut_short_are_completed():
     assert nearest("low_precision", ["low_precision_decentralized"]) != ""
+    assert nearest("fp8", ["bf16", "fp8_e4m3"]) == "; did you mean 'fp8_e4m3'?"
+    assert "'async_model_average'" in nearest("async", ["never_once_async", "async_model_average"])
 
 
 def test_choices_and_texts_are_tidied():

@@ -21,6 +21,7 @@ from bagua.algorithms import (
     Decentralized,
     DiLoCo,
     LocalSGD,
+    LowPrecisionDecentralized,
     PerParameter,
     PowerSGD,
     QAdam,
@@ -52,6 +53,10 @@ def keep_order(monkeypatch, hvd):
 
 def gradient(rank: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def density(codec: str, share: float) -> dict[str, float]:
+    return {"density": share} if codec == "topk" else {}
 
 
 def algorithms():
@@ -104,7 +109,7 @@ def test_replicas_learn_and_stay_equal(everyone, hvd, codec, dtype):
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.003),
         model.named_parameters(),
-        algorithm=Algorithm(codec=codec, error_feedback=True, density=0.1),
+        algorithm=Algorithm(codec=codec, error_feedback=True, **density(codec, 0.1)),
     )
     generator = torch.Generator().manual_seed(everyone.me)
     losses = []
@@ -169,11 +174,25 @@ MISTAKES = {
         "weights travel as they are",
     ),
     "nearest": (lambda: Algorithm(codec="minmax_u9"), "did you mean 'minmax_u8'"),
+    "short": (lambda: Algorithm(codec="fp8"), "did you mean 'fp8_e4m3'"),
+    "no codec": (lambda: Algorithm(codec="lowrank"), "is no codec; give low_rank=2"),
+    "neither": (lambda: Algorithm(codec="low_rank"), "is no codec; give low_rank=2"),
     "rank": (lambda: PowerSGD(low_rank=0), "at least 1"),
     "thin": (lambda: PowerSGD(error_feedback=False), "does not learn"),
     "adasum": (lambda: Algorithm(op=ReduceOp.Adasum, hierarchical=True), "no hierarchical form"),
     "seed": (lambda: Algorithm(what="weight", peers="ring", seed=1), "peers='random'"),
     "density": (lambda: TopK(density=0.0), "density"),
+    "none of a block": (lambda: TopK(density=1e-9), "one of every 4096 values, to 1, not 1e-09"),
+    "share of no topk": (
+        lambda: ByteGrad(density=0.1),
+        "density=0.1 is for codec='topk', .* with 'minmax_u8'",
+    ),
+    "values of no topk": (lambda: Algorithm(values="fp16"), "values='fp16' is for codec='topk'"),
+    "topk of another": (lambda: TopK(codec="fp16"), r"Algorithm\(codec='fp16'"),
+    "low precision": (
+        lambda: LowPrecisionDecentralized(codec="raw"),
+        r"Decentralized\(peers='ring', when='step'\)",
+    ),
     "sign1": (lambda: Algorithm(codec="sign1", error_feedback=False), "does not learn"),
     "raw": (lambda: Algorithm(error_feedback=True), "loses something"),
     "max": (lambda: Algorithm(codec="fp16", op=5), "sums and averages"),
@@ -181,11 +200,32 @@ MISTAKES = {
     "every": (lambda: ByteGrad(every=0), "at least 1"),
     "late": (lambda: Algorithm(every=2), "lose the gradients"),
     "when": (lambda: Algorithm(what="weight", when="backwards"), "forward' or 'step"),
+    "grad later": (lambda: Algorithm(when="step"), "not 'step': the optimizer steps by the mean"),
+    "momentum later": (
+        lambda: QAdam(when="forward"),
+        "not 'forward': it takes the place of gradients",
+    ),
+    "weight earlier": (
+        lambda: Decentralized(when="backward"),
+        "not 'backward': weights change when the optimizer steps",
+    ),
+    "delta any time": (
+        lambda: LocalSGD(when="background"),
+        "not 'background': .* all ranks have to apply it at the same",
+    ),
     "what": (lambda: Algorithm(what="weights"), "did you mean 'weight'"),
     "weights": (lambda: Algorithm(what="weight", codec="fp16"), "lose too much"),
     "ring": (
         lambda: Algorithm(what="weight", peers="ring", when="step", codec="topk"),
-        "says too little",
+        "says too little. Use minmax_u8",
+    ),
+    "ring, fed back": (
+        lambda: Algorithm(what="weight", peers="ring", codec="bf16", error_feedback=True),
+        "says too little. Leave error_feedback out",
+    ),
+    "ring, meanwhile": (
+        lambda: Algorithm(what="weight", peers="ring", codec="bf16"),
+        "through bf16 a ring .* at when='step', not 'forward'",
     ),
     "outer": (lambda: DiLoCo(outer_momentum=1.0), "outer_momentum"),
     "low rank": (lambda: PowerSGD(codec="minmax_u8"), "choose one"),
@@ -392,7 +432,7 @@ def test_recovers_from_one_bad_step(everyone, hvd, algorithm):
 @pytest.mark.parametrize("algorithm", list(algorithms()), ids=repr)
 def test_a_loss_scaler_skips_what_overflows_on_one_rank(everyone, hvd, algorithm):
     """On all ranks alike, and training recovers."""
-    algorithm = dataclasses.replace(algorithm, density=0.2)
+    algorithm = dataclasses.replace(algorithm, **density(algorithm.codec, 0.2))
     param = nn.Parameter(torch.zeros(30, 300))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.2), algorithm=algorithm)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=10)
