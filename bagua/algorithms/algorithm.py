@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import numpy as np
 
 from bagua.algorithms.exchange import CODECS, LOSSY, TIMES, Exchange, check_kinds
+from bagua.algorithms.other_names import here
 from bagua.common.config import nearest
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
@@ -168,7 +169,7 @@ def check_arguments(cls: type, arguments: Iterable[str]) -> None:
     for name in arguments:
         if known is not None and name not in known:
             raise UsageError(
-                f"{cls.__name__} has no argument {name}{nearest(name, known)}; it has: "
+                f"{cls.__name__} has no argument {name}{here(name, known)}; it has: "
                 f"{', '.join(known) or 'none'}"
             )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import pytest
@@ -12,11 +12,14 @@ import pytest
 from bagua.algorithms import (
     Algorithm,
     ByteGrad,
+    Decentralized,
     LocalSGD,
     PerParameter,
+    PowerSGD,
     TopK,
     algorithm,
     find,
+    other_names,
     register,
 )
 from bagua.common.errors import UsageError
@@ -119,6 +122,29 @@ def test_an_unknown_argument():
         LocalSGD(evry=8)
     with pytest.raises(UsageError, match="PerParameter has no argument choices; did you mean"):
         PerParameter(choices={})
+
+
+@pytest.mark.parametrize(
+    ("kind", "other", "words"),
+    [
+        (Decentralized, "interval", r"; here that is every=\.\.\.; it has: "),
+        (LocalSGD, "overlap", r"; here that is when='forward'; it has: "),
+        (PowerSGD, "start_step", r"; here that is warmup_steps=\.\.\.; it has: "),
+        (PowerSGD, "rank", r"; here that is low_rank=\.\.\.; it has: "),
+        (PerParameter, "rank", "; it has: choice"),
+    ],
+)
+def test_an_argument_by_another_name(kind, other, words):
+    with pytest.raises(UsageError, match=f"{kind.__name__} has no argument {other}{words}"):
+        kind(**{other: 2})
+
+
+def test_other_names_are_of_arguments_that_there_are():
+    arguments = {field.name for name in algorithm.names() for field in fields(find(name))}
+    for other, (name, written) in other_names._ARGUMENTS.items():
+        assert other not in arguments
+        assert name in arguments
+        assert written.startswith(f"{name}=")
 
 
 @pytest.mark.parametrize("made", [LocalSGD(every=8), PerParameter({"*": "topk"})], ids=str)
