@@ -22,7 +22,6 @@ std::string Ledger::Pending::label(const Key& key) const {
 void Ledger::settle_bits(int32_t set, int32_t id) {
   Set& s = sets_[set];
   Entry& entry = s.entries[static_cast<size_t>(id)];
-  const OpKind kind = entry.description.kind;
   std::vector<int> gone;
   bool waiting = false;
   for (int m = 0; m < static_cast<int>(s.ranks.size()); ++m) {
@@ -32,20 +31,21 @@ void Ledger::settle_bits(int32_t set, int32_t id) {
   }
   const std::string withdrawn = s.why_withdrawn(entry.name);
   if (waiting && gone.empty() && withdrawn.empty()) return;
-  const std::string problem =
-      gone.empty() ? objection(set, entry.description)
-                   : ranks_text(gone) + (gone.size() == 1 ? " has" : " have") + " shut down";
+  const std::string problem = gone.empty() ? objection(set, entry.description) : "";
   if (!withdrawn.empty()) {
     turn_down(set, {entry.name, 0}, ErrorKind::kPeer, withdrawn, s.with_bit(id));
-  } else if (problem.empty()) {
-    decision(set).agreed.push_back({id, 0});
+  } else if (!gone.empty()) {
+    const std::string kind = kind_name(entry.description.kind);
+    turn_down(set, {entry.name, 0}, ErrorKind::kPeer,
+              ranks_text(gone) +
+                  (gone.size() == 1 ? " has shut down and takes" : " have shut down and take") +
+                  " no part in this " + kind +
+                  "; did it end by an error? With fewer batches it should call join()",
+              s.with_bit(id));
+  } else if (!problem.empty()) {
+    turn_down(set, {entry.name, 0}, ErrorKind::kUsage, problem, s.with_bit(id));
   } else {
-    turn_down(
-        set, {entry.name, 0}, gone.empty() ? ErrorKind::kUsage : ErrorKind::kPeer,
-        problem + " and takes no part in this " + kind_name(kind) +
-            (gone.empty() ? ""
-                          : "; did it end by an error? With fewer batches it should call join()"),
-        s.with_bit(id));
+    decision(set).agreed.push_back({id, 0});
   }
   for (int m = 0; m < static_cast<int>(s.ranks.size()); ++m) s.clear_bit(m, id);
   entry.open_since_s = 0;
@@ -126,7 +126,8 @@ std::string Ledger::mismatch(const Set& s, const Pending& pending) const {
 std::string Ledger::objection(int32_t set, const Description& description) const {
   const Set& s = sets_.at(set);
   if (s.joined_count > 0 && !allows_joined(description.kind))
-    return "rank " + std::to_string(s.last_joined) + " has joined";
+    return "rank " + std::to_string(s.last_joined) + " has joined and takes no part in this " +
+           kind_name(description.kind);
   if (s.joined_count > 0 && description.captured)
     return "rank " + std::to_string(s.last_joined) + " has joined, and will not do it again";
   // Zeros of a rank that has joined would be taken for values, and its copies of others go wrong.

@@ -353,7 +353,7 @@ TEST(Ledger, JoinRefusesAlltoallAndItsRoot) {
   Description swap = sum_of(1);
   swap.kind = OpKind::kAlltoall;
   book.tell(0, full("a", swap));
-  EXPECT_HAS(only_rejection(book), "rank 1 has joined");
+  EXPECT_EQ(only_rejection(book), "a: rank 1 has joined and takes no part in this alltoall");
   Description spread = sum_of(1);
   spread.kind = OpKind::kBroadcast;
   spread.root = 1;
@@ -362,6 +362,22 @@ TEST(Ledger, JoinRefusesAlltoallAndItsRoot) {
   spread.root = 0;
   book.tell(0, full("b", spread));
   EXPECT_EQ(book.take().agreed.size(), 1u);
+}
+
+TEST(Ledger, JoinRefusesWhatNeighborsKeepCopiesOf) {
+  Book book(2);
+  Description ring = sum_of(1);
+  ring.codec = "minmax_u8";
+  ring.peers = "ring";
+  const int32_t id = book.know("a", ring);
+  book.join(1);
+  const std::string text =
+      "a: rank 1 has joined, and its neighbors keep copies of its values: take as many steps on "
+      "every rank, or send weights as they are";
+  book.bit(0, id);
+  EXPECT_EQ(only_rejection(book), text) << "known by its number";
+  book.tell(0, full("a", ring));
+  EXPECT_EQ(only_rejection(book), text) << "in full";
 }
 
 TEST(Ledger, ProcessSetsHaveTheirOwnBook) {
