@@ -878,7 +878,7 @@ def test_neighbors_copies_cannot_do_without_a_rank(everyone, hvd):
     optimizer.step()
     if everyone.me == 0 and everyone.size > 1:
         replica.step(1)
-        with pytest.raises(hvd.UsageError, match="has joined, .* send weights as they are$"):
+        with pytest.raises(hvd.UsageError, match=r"has joined, .* send weights as they are$"):
             optimizer.step()
     hvd.join()
 
