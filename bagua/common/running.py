@@ -17,6 +17,7 @@ from bagua.common.messages import Messages
 from bagua.common.mpi import MPI
 from bagua.common.nccl import library_path
 from bagua.common.process_set import ProcessSet, global_process_set
+from bagua.common.warn import warn
 
 _MOST_HELPERS = 3  # a few cores use up the bandwidth of the memory
 
@@ -56,6 +57,8 @@ class World:
         self.cross_size = len(peers)
         self.is_homogeneous = len({len(ranks) for ranks in by_host(hosts)}) == 1
         self.process_sets: dict[int, ProcessSet] = {}
+        # By optimizer whose ranks may have different weights: its algorithm.
+        self.unsettled: dict[int, str] = {}
         here = [other.cores for other in cards if other.machine == card.machine]
         self.core_count = core_share(card.cores, here)  # this rank's share of its machine
         self.engine = self._start_engine(settings, listener, cards)
@@ -157,6 +160,12 @@ class World:
             # What was broken off may still be under way: never use these copies again.
             for purpose in ("engine", "messages"):
                 forget_copy(self._parent, purpose)
+        elif self.unsettled:
+            warn(
+                f"training by {', '.join(sorted(set(self.unsettled.values())))} has ended without "
+                "settle(), so ranks may have different weights: call the optimizer's settle() on "
+                "every rank after the last step"
+            )
 
     def leave_memory(self) -> None:
         """This process trains no more."""

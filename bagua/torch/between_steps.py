@@ -84,6 +84,7 @@ class BetweenSteps:
     def stepped(self) -> None:
         """The optimizer has stepped."""
         self._step += 1
+        self._note(differ=not self.equal_now())
 
     def zeroed(self) -> None:
         pass
@@ -123,6 +124,15 @@ class BetweenSteps:
             if share < 1:
                 torch._foreach_div_(params, float(share))
             self._all_equal()
+        self._note(differ=False)
+
+    def _note(self, differ: bool) -> None:
+        """For the end of the job: whether ranks may have different weights."""
+        unsettled, key = world().unsettled, id(self._optimizer)
+        if differ and self._process_set.size() > 1 and self._process_set.rank() == 0:
+            unsettled[key] = self.algorithm.name or repr(self.algorithm)
+        else:
+            unsettled.pop(key, None)
 
     def hand_over(self) -> None:
         """Steps are everybody's from here on: all ranks end with equal weights and moments."""

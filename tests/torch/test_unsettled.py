@@ -1,0 +1,65 @@
+"""Who ends with replicas that may differ, for want of `settle()`, hears so once."""
+
+from __future__ import annotations
+
+PROGRAM = """
+import warnings, torch, bagua.torch as bagua
+from bagua.algorithms import Algorithm, AsyncModelAverage, Decentralized, LocalSGD
+
+def train(algorithm, steps, settles):
+    param = torch.nn.Parameter(torch.ones(3, 4))
+    optimizer = bagua.DistributedOptimizer(torch.optim.SGD([param], lr=0.1), algorithm=algorithm)
+    for step in range(steps):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        if step == settles:
+            optimizer.settle()
+    bagua.barrier()  # else who ends first lacks in an average that another awaits
+
+background = AsyncModelAverage(sync_interval_ms=0)
+for case in (
+    ("gossip", Decentralized(), 3, None),
+    ("settled", Decentralized(), 3, 2),
+    ("settled too early", Decentralized(), 3, 1),
+    ("background", background, 3, None),
+    ("background, settled", background, 3, 2),
+    ("in a round", LocalSGD(every=2), 3, None),
+    ("after a round", LocalSGD(every=2), 4, None),
+    ("never stepped", Decentralized(), 0, None),
+    ("gradients", Algorithm(), 3, None),
+):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        bagua.init()
+        me = bagua.rank()
+        train(*case[1:])
+        bagua.shutdown()
+    told = [str(each.message) for each in caught if "settle()" in str(each.message)]
+    print(f"{case[0]}: {len(told)} {told[0].split()[2] if told else ''}".strip())
+"""
+
+ON_THE_FIRST = """\
+gossip: 1 decentralized
+settled: 0
+settled too early: 1 decentralized
+background: 1 async_model_average
+background, settled: 0
+in a round: 1 local_sgd
+after a round: 0
+never stepped: 0
+gradients: 0
+"""
+
+
+def test_the_first_rank_hears_so(run_ranks):
+    result = run_ranks(2, PROGRAM)
+    assert result.exit_code == 0, str(result)
+    first, second = result.stdout
+    assert first == ON_THE_FIRST
+    assert not any(line.rpartition(": ")[2] != "0" for line in second.splitlines())
+
+
+def test_a_single_rank_has_nobody_to_differ_from(run_ranks):
+    result = run_ranks(1, PROGRAM)
+    assert result.exit_code == 0, str(result)
+    assert ": 1" not in result.stdout[0]
