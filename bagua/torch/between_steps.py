@@ -5,6 +5,7 @@ the result, which mixing.py, background.py and outer.py say. Backward is left al
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,10 +20,15 @@ from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch import capture, kept, moments, ops
 from bagua.torch.arrays import dtype_name
-from bagua.torch.checks import check_parameters, checked_names
+from bagua.torch.checks import (
+    check_hyperparameters,
+    check_parameters,
+    checked_names,
+    hyperparameters,
+)
 from bagua.torch.own import is_own
 from bagua.torch.pieces import Named, Piece, land_all, pieces_of
-from bagua.torch.safety import NonFinite, first_not_finite, first_odd, spoils
+from bagua.torch.safety import NonFinite, alike, first_not_finite, first_odd, spoils
 from bagua.torch.standing import Standing
 
 Kept = dict[str, Sequence["torch.Tensor | None"]]
@@ -237,6 +243,7 @@ class BetweenSteps:
         """Before the first step and after loading: from here on the ranks know each other."""
         loaded, self._loaded = self._loaded, None
         self._begun = True
+        self._compare_rules()
         mine = kept.identity(self.algorithm, self._process_set, self._names_of_all())
         name, instead = self.standing.name("state"), ", from the first rank's weights"
         if not kept.agrees(loaded, mine, name, self._process_set, instead=instead):
@@ -250,6 +257,13 @@ class BetweenSteps:
         name = self.standing.name("begin")
         ops.grouped_broadcast_(params, self._root, name=name, process_set=self._process_set)
         self._all_equal()
+
+    def _compare_rules(self) -> None:
+        """Tells which ranks step by another learning rate, or whatever else there is."""
+        rules = zlib.crc32(repr(hyperparameters(self._optimizer)).encode())
+        name, group = self.standing.name("rules"), self._process_set
+        if not alike(rules, f"{name}.alike", group):
+            check_hyperparameters(self._optimizer, self.algorithm, name, group)
 
     def _names_of_all(self) -> list[str]:
         return sorted(name for piece in self._pieces for name in piece.names)

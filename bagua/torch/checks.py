@@ -75,7 +75,7 @@ def check_algorithm(
 def check_hyperparameters(
     optimizer: torch.optim.Optimizer, algorithm: Algorithm, name: str, process_set: ProcessSet
 ) -> None:
-    """They differ between ranks that are about to take the same step."""
+    """They differ between ranks that are about to train together."""
     root = process_set.ranks[0]
     try:
         everyone = allgather_object(hyperparameters(optimizer), name, process_set)
@@ -87,7 +87,10 @@ def check_hyperparameters(
             if algorithm.what == "momentum":
                 raise UsageError(f"the optimizer's {text}")
             if world().rank == root:
-                warn(f"the optimizer's {text}; replicas will not stay equal unless that is mended")
+                apart = "replicas will not stay equal unless that is mended"
+                meant = "mend that unless each rank is meant to step by its own"
+                told = apart if algorithm.what == "grad" else meant
+                warn(f"the optimizer's {text}; {told}")
 
 
 def _unlike(first: dict[str, Any], theirs: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
