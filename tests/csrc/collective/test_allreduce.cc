@@ -121,7 +121,8 @@ TEST(AllreduceChoice, CompanyChangesNoBit) {
                 job.data = data.data();
                 choose_collective(OpKind::kAllreduce, job, "auto").run(job);
                 if (rank == 0)
-                  sums.emplace_back(data.end() - own * static_cast<int64_t>(job.item()), data.end());
+                  sums.emplace_back(data.end() - own * static_cast<int64_t>(job.item()),
+                                    data.end());
               },
               nodes);
           ASSERT_EQ(sums.back(), sums[0]) << own << " beside " << others;
