@@ -19,9 +19,9 @@ struct Fastest {
   const char* name;
 };
 constexpr Fastest kFastest[] = {
-    {0, 0, "gather_reduce"},  {0, 4 << 10, "scatter_reduce"}, {3, (64 << 20) + 1, "ring"},
-    {16, 0, "gather_reduce"}, {16, 32 << 10, "scatter_reduce"},
-    {16, kLoneNbytes, "halving"}, {16, 8 << 20, "ring"},
+    {0, 0, "gather_reduce"},  {0, 4 << 10, "scatter_reduce"},   {3, (64 << 20) + 1, "ring"},
+    {16, 0, "gather_reduce"}, {16, 32 << 10, "scatter_reduce"}, {16, kLoneNbytes, "halving"},
+    {16, 8 << 20, "ring"},
 };
 
 bool is_fastest(const char* name, const Job& job) {

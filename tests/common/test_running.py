@@ -17,7 +17,9 @@ from bagua.common.running import World
         (8, 8, 0, 0, False),  # more ranks than cores
     ],
 )
-def test_whether_an_exchange_pays_while_the_model_computes(ranks_here, ranks, cores, busy, overlaps):
+def test_whether_an_exchange_pays_while_the_model_computes(
+    ranks_here, ranks, cores, busy, overlaps
+):
     def asked(overlap):
         config = SimpleNamespace(overlap=overlap)
         rank = SimpleNamespace(config=config, local_size=ranks_here, size=ranks, core_count=cores)

@@ -158,7 +158,9 @@ def trained(everyone, hvd, algorithm: Algorithm) -> list[torch.Tensor]:
     sgd = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), algorithm=algorithm)
     for step in range(7):
-        inputs = torch.randn(4, 20, generator=torch.Generator().manual_seed(step + 100 * everyone.me))
+        inputs = torch.randn(
+            4, 20, generator=torch.Generator().manual_seed(step + 100 * everyone.me)
+        )
         optimizer.zero_grad()
         (model(inputs) - inputs).square().mean().backward()
         optimizer.step()
