@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from bagua.algorithms import Exchange
+from bagua.common.core import core
 from bagua.common.errors import BaguaError, UsageError
 from bagua.common.kinds import Urgency
 from bagua.common.process_set import ProcessSet
@@ -95,13 +96,15 @@ class LowRankBucket(Bucket):
     def _project(self) -> None:
         parts = zip(self._wholes, self._tall.views, self._bases, self._wide.views)
         for whole, tall, basis, wide in parts:
-            # A NaN or an Inf must be seen by who scales losses, and LAPACK does not like it.
+            # A NaN or an Inf must be seen by who scales losses, and is no direction.
             finite = tall.isfinite().all()
             if is_on_device(tall):  # where the host does not ask
                 columns = torch.linalg.qr(torch.where(finite, tall, 0.0).T)[0].T
                 basis.copy_(torch.where(finite, columns, torch.nan))
+            elif finite:
+                core.orthonormalize(basis.copy_(tall))
             else:
-                basis.copy_(torch.linalg.qr(tall.T)[0].T if finite else tall * torch.nan)
+                basis.fill_(torch.nan)
             torch.matmul(basis, whole, out=wide)
 
     @torch.no_grad()
@@ -112,9 +115,8 @@ class LowRankBucket(Bucket):
         parts = zip(self.slots, self._wholes, self._bases, self._wide.views)
         for slot, whole, basis, wide in parts:
             lost, factor = slot.residuals
-            mean = torch.matmul(basis.T, wide)
-            slot.view.copy_(mean.view(slot.view.shape))
-            torch.sub(whole, mean, out=lost)
+            self._expand(basis, wide, whole, lost)
+            slot.view.copy_(whole.view(slot.view.shape))
             factor.copy_(wide)
             finite = wide.isfinite().all()  # else there was a NaN or an Inf on some rank
             if is_on_device(wide):
@@ -122,6 +124,17 @@ class LowRankBucket(Bucket):
                 factor.copy_(torch.where(finite, wide, self._firsts[slot.number]))
             elif not finite:
                 self.forget(slot)  # it is told once, not for ever
+
+    @staticmethod
+    def _expand(
+        basis: torch.Tensor, wide: torch.Tensor, whole: torch.Tensor, lost: torch.Tensor
+    ) -> None:
+        """`whole` becomes the product, and `lost` what that is short of it."""
+        if not is_on_device(whole):
+            return core.expand(basis, wide, whole, lost)
+        mean = torch.matmul(basis.T, wide)
+        torch.sub(whole, mean, out=lost)
+        whole.copy_(mean)
 
     def discard(self) -> None:
         kept: list[list[torch.Tensor]] = [[r.clone() for r in s.residuals] for s in self.slots]

@@ -25,6 +25,7 @@
 #include "python/objects.h"
 #include "python/plain.h"
 #include "python/submit.h"
+#include "python/thin.h"
 #include "python/written.h"
 #include "transport/mpi.h"
 #include "transport/nccl.h"
@@ -154,6 +155,7 @@ PYBIND11_MODULE(_core, m) {
   add_notice_type(m);
   add_gradient_functions(m);
   add_coding_type(m);
+  add_thin(m);
   m.def("refuse", refuse);
   m.def("withdraw", withdraw);
   // In a forked child the engine's thread does not exist: nobody may ever wait for it.

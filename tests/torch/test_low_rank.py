@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from bagua.algorithms import PowerSGD
+from bagua.torch.arrays import is_on_device
+from bagua.torch.low_rank import LowRankBucket
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -217,7 +219,7 @@ def test_one_rank_fails_between_the_rounds_and_all_go_on(everyone, hvd, monkeypa
     for step in range(4):
         with monkeypatch.context() as patch:
             if step == 1 and everyone.me == 0:
-                patch.setattr(torch.linalg, "qr", lambda *_: 1 / 0)
+                patch.setattr(LowRankBucket, "_project", lambda *_: 1 / 0)
             if step != 1:
                 backward(everyone, params, optimizer, step)
                 optimizer.step()
@@ -228,6 +230,25 @@ def test_one_rank_fails_between_the_rounds_and_all_go_on(everyone, hvd, monkeypa
             optimizer.zero_grad()
     for theirs in hvd.allgather_object([param.detach() for param in params]):
         assert all(torch.equal(a, p) for a, p in zip(theirs, params))
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_rank_whose_processor_multiplies_otherwise(everyone, hvd, monkeypatch):
+    """As one with other instructions, or other numbers of threads, does."""
+    multiply = torch.matmul
+
+    def otherwise(a, b, out=None):
+        product = multiply(a.double(), b.double()).float()
+        return product if out is None else out.copy_(product)
+
+    params, optimizer = make(hvd, PowerSGD(low_rank=2, warmup_steps=0))
+    if everyone.me == 1 and not is_on_device(params[0]):  # all devices are alike
+        monkeypatch.setattr(torch, "matmul", otherwise)
+    for step in range(6):
+        backward(everyone, params, optimizer, step)
+        optimizer.step()
+        for theirs in hvd.allgather_object([param.detach() for param in params]):
+            assert all(torch.equal(a, p) for a, p in zip(theirs, params))
 
 
 @pytest.mark.ranks(2, 3, 4)
