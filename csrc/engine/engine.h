@@ -97,6 +97,8 @@ class Engine {
   int64_t helped_count() const { return crew_ ? crew_->joined() : 0; }
   // Bytes of memory read and written for exchanges.
   int64_t touched_nbytes() const { return touched_nbytes_.load(std::memory_order_relaxed); }
+  // So many more, by whoever brings values to where they are exchanged.
+  void touch(int64_t nbytes) { touched_nbytes_.fetch_add(nbytes, std::memory_order_relaxed); }
   // Microseconds that codecs took, on CPUs.
   int64_t codec_us() const { return codec_us_.load(std::memory_order_relaxed); }
   int64_t exchange_count() const { return exchange_count_.load(std::memory_order_relaxed); }

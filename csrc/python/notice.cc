@@ -166,6 +166,7 @@ bool Notice::fill() {
   const bool same = read_memory(grad, source) && source.data == before && alike(source, place);
   if (!same && !(read(grad, source) && copied_here(source))) return false;
   plain_copy(place.data, source.data, static_cast<size_t>(nbytes_of(source)));
+  bucket->engine()->touch(2 * nbytes_of(source));
   return true;
 }
 

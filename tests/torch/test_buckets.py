@@ -269,3 +269,21 @@ def test_a_model_on_a_device_keeps_no_core_busy(hvd, monkeypatch):
     param = nn.Parameter(torch.zeros(3))
     hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.1))
     assert asked == [0 if is_on_device(param) else torch.get_num_threads()]
+
+
+def test_copies_into_an_arena_are_counted(hvd):
+    params = [nn.Parameter(torch.zeros(1000)) for _ in range(20)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.0))
+
+    def touched(set_to_none: bool) -> int:
+        optimizer.zero_grad(set_to_none)
+        before = hvd.counters()["touched_nbytes"]
+        sum(param.sum() for param in params).backward()
+        return hvd.counters()["touched_nbytes"] - before
+
+    for _ in range(3):  # ranks settle on buckets
+        touched(True)
+        optimizer.step()
+    in_place = touched(False)
+    copied = 0 if is_on_device(params[0]) else 20 * 4000  # a stream does it there
+    assert touched(True) - in_place == 2 * copied
