@@ -113,7 +113,7 @@ format: $(STAMP)/extension ## let ruff and clang-format rewrite the sources
 
 # A leak at exit counts; ThreadSanitizer needs an address space that is not shuffled too far. It has
 # nothing to see where there is one thread, nor in types whose way is that of float32 or float16.
-NOT_FOR_TSAN := ^(Gpu)?Codecs|^Dots|^Half|^Reduce|^Stream|_(bfloat16|float64|int32|int64)$$
+NOT_FOR_TSAN := ^(Gpu)?Codecs|^Dots|^Half|^Reduce|^Stream|^Thin|_(bfloat16|float64|int32|int64)$$
 
 sanitize: $(STAMP)/tools googletest ## the C++ tests under AddressSanitizer+UBSan and ThreadSanitizer
 	@$(call ctest,build/asan,RelWithDebInfo,address$(comma)undefined)

@@ -103,9 +103,9 @@ TEST(AllreduceChoice, CompanyChangesNoBit) {
   const Nodes sixteen = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   for (const Nodes& nodes : {Nodes{0, 1, 2}, sixteen, Nodes{0, 0, 1, 1}, Nodes{0, 0, 1, 2, 2, 2}})
     for (const DType dtype : {DType::kF32, DType::kF16})
-      for (const int64_t own : {1, 200, 3000, 60000}) {
+      for (const int64_t own : {200, 60000}) {
         std::vector<std::vector<char>> sums;
-        for (const int64_t others : {0, 500, 20000, 700000}) {
+        for (const int64_t others : {0, 500, 200000}) {
           with_jobs(
               static_cast<int>(nodes.size()), dtype,
               [&](int rank, Job& job) {
