@@ -6,6 +6,8 @@ import pytest
 from common import everyone as fixtures
 from common.everyone import FAMILIES
 
+from bagua.common.world import world
+
 hvd, everyone = fixtures.hvd, fixtures.everyone
 
 
@@ -19,3 +21,10 @@ def dtypes(request):
             yield dtype
 
     return each()
+
+
+@pytest.fixture(params=[True, False], ids=["during backward", "after backward"])
+def overlap(request, monkeypatch, hvd):
+    """When buckets leave, which otherwise depends on the machine."""
+    monkeypatch.setattr(world(), "overlaps", lambda busy_threads: request.param)
+    return request.param

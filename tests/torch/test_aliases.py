@@ -10,14 +10,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bagua.common.world import world
-
-pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.parametrize("width", [5, 3000, 200000])]
-
-
-@pytest.fixture(params=["always", "never"], autouse=True)
-def overlap(request, monkeypatch, hvd):
-    monkeypatch.setattr(world(), "overlaps", lambda busy_threads: request.param == "always")
+pytestmark = [
+    pytest.mark.ranks(1, 2, 3),
+    pytest.mark.parametrize("width", [5, 3000, 200000]),
+    pytest.mark.usefixtures("overlap"),
+]
 
 
 def parameter(width: int) -> nn.Parameter:

@@ -39,11 +39,6 @@ pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 SHAPES = [(7,), (60, 90), (3,), (2, 1000)]
 
 
-@pytest.fixture(params=[True, False], ids=["during backward", "after backward"])
-def overlap(request, monkeypatch, hvd):
-    monkeypatch.setattr(world(), "overlaps", lambda busy_threads: request.param)
-
-
 @pytest.fixture
 def keep_order(monkeypatch, hvd):
     """Learning the order lays buckets out anew after the first step."""

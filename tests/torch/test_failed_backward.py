@@ -9,16 +9,8 @@ import torch
 from torch import nn
 
 from bagua.algorithms import GradientAllreduce, PowerSGD, TopK
-from bagua.common.world import world
 
-pytestmark = pytest.mark.ranks(1, 2, 3, 4)
-
-
-@pytest.fixture(params=[True, False], ids=["during backward", "after backward"], autouse=True)
-def overlap(request, monkeypatch, hvd):
-    """When buckets leave, which otherwise depends on the machine."""
-    monkeypatch.setattr(world(), "overlaps", lambda busy_threads: request.param)
-    return request.param
+pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.usefixtures("overlap")]
 
 
 class Fails(torch.autograd.Function):

@@ -40,13 +40,6 @@ def lost(optimizer) -> dict:
     }
 
 
-@pytest.fixture(params=[True, False], ids=["during backward", "after backward"])
-def overlap(request, monkeypatch, hvd):
-    from bagua.common.world import world
-
-    monkeypatch.setattr(world(), "overlaps", lambda busy_threads: request.param)
-
-
 @pytest.mark.usefixtures("overlap")
 def test_what_is_lost_is_kept(everyone, hvd):
     """mean of e + result = mean of (gradient + e before)."""

@@ -10,18 +10,10 @@ import torch
 from torch import nn
 
 from bagua.algorithms import TopK
-from bagua.common.world import world
 
-pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.usefixtures("overlap")]
 
 BATCH = 4
-
-
-@pytest.fixture(params=[True, False], ids=["during backward", "after backward"], autouse=True)
-def overlap(request, monkeypatch, hvd):
-    """When buckets leave, which otherwise depends on the machine."""
-    monkeypatch.setattr(world(), "overlaps", lambda busy_threads: request.param)
-    return request.param
 
 
 def mlp(seed: int = 0) -> nn.Module:

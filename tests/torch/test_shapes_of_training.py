@@ -42,11 +42,6 @@ ALGORITHMS = {
 }
 
 
-@pytest.fixture(params=[True, False], ids=["during backward", "after backward"])
-def overlap(request, monkeypatch, hvd):
-    monkeypatch.setattr(world(), "overlaps", lambda busy_threads: request.param)
-
-
 def noise(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
