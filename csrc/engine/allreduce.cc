@@ -45,13 +45,13 @@ Allreduce::Allreduce(const std::vector<RequestPtr>& requests, Group& group, cons
     job.peers = peers;
     job.exact_in_nodes = d_.exact_in_nodes;
     const bool alone = group.size() == 1 || bench.nccl;
-    Job& kept = jobs_.emplace_back(std::move(job));
-    const Collective* row = alone ? nullptr : &choose(OpKind::kAllreduce, kept, bench);
+    const Collective* row = alone ? nullptr : &choose(OpKind::kAllreduce, job, bench);
+    if (row) place_single(job, *row);
     // Not of several tensors: results come to them at the end.
-    if (kept.data && ++laid == tensors_.size() && apart_.empty())
-      kept.values_final = bench.values_final;
-    kept.leaves = kept.data && kept.dtype == DType::kF32 && !bench.staging;
-    add(kept, row);
+    if (job.data && ++laid == tensors_.size() && apart_.empty())
+      job.values_final = bench.values_final;
+    job.leaves = job.data && job.dtype == DType::kF32 && !bench.staging;
+    add(jobs_.emplace_back(std::move(job)), row);
   });
 }
 

@@ -23,10 +23,12 @@ char* allocate(Output& output, const Workbench& bench, const Part& part, size_t 
     return output.data.get();
   }
   output.user = std::make_shared<std::atomic<Device::Stream>>(nullptr);
-  output.data = bench.nccl ? bench.nccl->allocate(nbytes, output.user)
-                           : bench.staging->allocate(nbytes, output.user);
-  char* data = output.data.get();
-  return bench.nccl ? data : bench.staging->place_for(data, nbytes);
+  if (bench.nccl) {
+    output.data = bench.nccl->allocate(nbytes, output.user);
+    return output.data.get();
+  }
+  output.data = bench.staging->allocate(nbytes, output.user);
+  return bench.staging->place_for(output.data.get(), nbytes);
 }
 
 void run(OpKind kind, Job& job, const Workbench& bench) {

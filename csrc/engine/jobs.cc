@@ -7,13 +7,6 @@ char* place_of(const Job& job, const Fragment& f) {
   return job.data + f.begin * static_cast<int64_t>(job.item());
 }
 
-void bring_to_result(Job& job) {
-  const Fragment only = job.fragments[0];
-  job.fragments.clear();
-  job.data = only.out;
-  copy(job.group, job.data, only.in, job.nbytes());
-}
-
 }  // namespace
 
 const Collective& choose(OpKind kind, Job& job, const Workbench& bench) {
@@ -24,9 +17,16 @@ const Collective& choose(OpKind kind, Job& job, const Workbench& bench) {
   job.between_nodes = bench.allreduce.between_nodes;
   job.chosen = bench.chosen;
   job.crew = bench.crew;
-  if (job.fragments.size() == 1 && (!row.scattered || job.fragments[0].in == job.fragments[0].out))
-    bring_to_result(job);
   return row;
+}
+
+void place_single(Job& job, const Collective& row) {
+  if (job.fragments.size() != 1) return;
+  const Fragment only = job.fragments[0];
+  if (row.scattered && only.in != only.out) return;
+  job.fragments.clear();
+  job.data = only.out;
+  copy(job.group, job.data, only.in, job.nbytes());
 }
 
 void connect(Job& job, const Collective& row, Staging& staging) {
@@ -61,7 +61,9 @@ void carry_out(const Collective& row, Job& job, const Workbench& bench, Staging*
 }
 
 void run_on_host(OpKind kind, Job& job, const Workbench& bench, Staging* staging) {
-  carry_out(choose(kind, job, bench), job, bench, staging);
+  const Collective& row = choose(kind, job, bench);
+  place_single(job, row);
+  carry_out(row, job, bench, staging);
 }
 
 }  // namespace bagua

@@ -5,9 +5,11 @@
 
 namespace bagua {
 
-// The row that does a job, and what the job has to know for it. Unless the row takes fragments, a
-// single one is brought to where its result goes.
+// The row that does a job, and what the job has to know for it.
 const Collective& choose(OpKind kind, Job& job, const Workbench& bench);
+// A single tensor becomes the job's data: where it is, or brought to where its result goes, unless
+// the row takes that from one place to the other itself.
+void place_single(Job& job, const Collective& row);
 // Elements that come from a device do so while the exchange goes on with others, if it can.
 void connect(Job& job, const Collective& row, Staging& staging);
 
