@@ -147,7 +147,7 @@ class LowRankBucket(Bucket):
         if self.handle is None:
             self.arena.count_anew()
             self._tall.refuse(problem)  # without which nobody comes to the other
-        elif self.handle is self._tall and not self._refused:
+        elif self.handle is self._tall:
             self._refused = problem
             self._wide.refuse(problem)
 
