@@ -5,7 +5,6 @@ the result, which mixing.py, background.py and outer.py say. Backward is left al
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -28,7 +27,14 @@ from bagua.torch.checks import (
 )
 from bagua.torch.own import is_own
 from bagua.torch.pieces import Named, Piece, land_all, pieces_of
-from bagua.torch.safety import NonFinite, alike, first_not_finite, first_odd, spoils
+from bagua.torch.safety import (
+    NonFinite,
+    alike,
+    checksum_of,
+    first_not_finite,
+    first_odd,
+    spoils,
+)
 from bagua.torch.standing import Standing
 
 Kept = dict[str, Sequence["torch.Tensor | None"]]
@@ -260,7 +266,7 @@ class BetweenSteps:
 
     def _compare_rules(self) -> None:
         """Tells which ranks step by another learning rate, or whatever else there is."""
-        rules = zlib.crc32(repr(hyperparameters(self._optimizer)).encode())
+        rules = checksum_of(repr(hyperparameters(self._optimizer)))
         name, group = self.standing.name("rules"), self._process_set
         if not alike(rules, f"{name}.alike", group):
             check_hyperparameters(self._optimizer, self.algorithm, name, group)

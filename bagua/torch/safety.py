@@ -101,7 +101,11 @@ def sample(named: Named) -> Any:
 
 def sample_of(text: str) -> Any:
     """The same of other things."""
-    return _with_complement(zlib.crc32(text.encode()))
+    return _with_complement(checksum_of(text))
+
+
+def checksum_of(text: str) -> int:
+    return zlib.crc32(text.encode())
 
 
 def _with_complement(checksum: int) -> Any:
