@@ -141,6 +141,7 @@ class Bucket:
             if self._elsewhere:
                 views, grads = zip(*self._elsewhere)
                 torch._foreach_copy_(views, grads)
+                self.arena.touch(2 * sum(view.nbytes for view in views))
             self._transform()
         except BaseException:
             self.take_back()

@@ -276,6 +276,7 @@ PYBIND11_MODULE(_core, m) {
                              })
       .def("ready", &Bucket::ready)
       .def("use_registered", &Bucket::use_registered)
+      .def("touch", &Bucket::touch)
       .def("refuse", &Bucket::refuse)
       .def("last_launch",
            [](const Bucket& b) -> py::object {

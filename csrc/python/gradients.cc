@@ -55,14 +55,24 @@ PyObject* locate(PyObject*, PyObject* const* args, Py_ssize_t count) {
     });
   });
 }
-// fill(notices): copies what has been located; returns the positions of what it left.
+// fill(notices), of one bucket: copies what has been located; returns the positions of what it
+// left.
 PyObject* fill(PyObject*, PyObject* notices) {
   return guarded([&] {
     py::list left;
+    int64_t copied_nbytes = 0;
+    Bucket* bucket = nullptr;
     for (Py_ssize_t i = 0; i < PyList_Size(notices); ++i) {
       Notice& notice = as_notice(PyList_GET_ITEM(notices, i));
-      if (notice.found && !notice.fill()) left.append(i);
+      if (!notice.found) continue;
+      bucket = notice.bucket.get();
+      if (notice.fill()) {
+        copied_nbytes += notice.place.nbytes();
+      } else {
+        left.append(i);
+      }
     }
+    if (bucket) bucket->touch(2 * copied_nbytes);
     return left.release().ptr();
   });
 }

@@ -18,17 +18,13 @@ constexpr int64_t kSmallNbytes = 256 << 10;
 PyTypeObject* notice_type;
 PyObject* grad_name;
 
-int64_t nbytes_of(const Plain& tensor) {
-  return tensor.count() * static_cast<int64_t>(dtype_nbytes(tensor.dtype));
-}
-
 bool alike(const Plain& a, const Plain& b) {
   return a.device == b.device && a.dtype == b.dtype && a.ndim == b.ndim &&
          std::equal(a.shape, a.shape + a.ndim, b.shape);
 }
 
 bool copied_here(const Plain& source) {
-  return nbytes_of(source) <= kSmallNbytes && source.device == kHost &&
+  return source.nbytes() <= kSmallNbytes && source.device == kHost &&
          !Bucket::in_an_arena(source.data);
 }
 
@@ -165,8 +161,7 @@ bool Notice::fill() {
   Plain source;
   const bool same = read_memory(grad, source) && source.data == before && alike(source, place);
   if (!same && !(read(grad, source) && copied_here(source))) return false;
-  plain_copy(place.data, source.data, static_cast<size_t>(nbytes_of(source)));
-  bucket->engine()->touch(2 * nbytes_of(source));
+  plain_copy(place.data, source.data, static_cast<size_t>(source.nbytes()));
   return true;
 }
 

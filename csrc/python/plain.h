@@ -23,6 +23,7 @@ struct Plain {
     for (int i = 0; i < ndim; ++i) n *= shape[i];
     return n;
   }
+  int64_t nbytes() const { return count() * static_cast<int64_t>(dtype_nbytes(dtype)); }
 };
 
 // Reads objects whose type offers DLPack's C exchange table, as torch's tensors do, and writable

@@ -6,8 +6,6 @@ import pytest
 from common import everyone as fixtures
 from common.everyone import FAMILIES
 
-from bagua.common.world import world
-
 hvd, everyone = fixtures.hvd, fixtures.everyone
 
 
@@ -26,5 +24,7 @@ def dtypes(request):
 @pytest.fixture(params=[True, False], ids=["during backward", "after backward"])
 def overlap(request, monkeypatch, hvd):
     """When buckets leave, which otherwise depends on the machine."""
+    from bagua.common.world import world  # MPI has begun by now
+
     monkeypatch.setattr(world(), "overlaps", lambda busy_threads: request.param)
     return request.param

@@ -188,7 +188,10 @@ def test_bytes(everyone, hvd):
         (param * gradient(everyone.me, step, (256, 512))).sum().backward()
         sent = hvd.counters()["sent_nbytes"] - before
         touched = hvd.counters()["touched_nbytes"] - touched
-    assert sent + touched < (256 * 512 * 4) / 4
+    nbytes = 256 * 512 * 4
+    if everyone.size > 1:
+        touched -= 2 * nbytes  # the gradient's way into the arena
+    assert 0 <= sent + touched < nbytes / 4
 
 
 def test_recovers_from_one_bad_step(everyone, hvd):
