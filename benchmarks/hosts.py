@@ -3,7 +3,8 @@
     python -m benchmarks.hosts --hosts 2 --ranks 2 --rate 1gbit -- python program.py
 
 Every host is a namespace with its own address and host name, joined to the others by a bridge; `tc
-tbf` shapes what it sends and what it is sent. Needs root, `ip` and `tc`.
+tbf` shapes what it sends and what it is sent. Hosts have cores of their own, or an equal share of
+one. Needs root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -74,8 +75,16 @@ class Hosts:
         host = self.name(number)
         return [
             *("ip", "netns", "exec", host, "unshare", "--uts"),
+            *("taskset", "--cpu-list", ",".join(map(str, self._cores(number)))),
             *("sh", "-c", f'hostname {host} && exec "$@"', "sh"),
         ]
+
+    def _cores(self, number: int) -> list[int]:
+        all_cores = sorted(os.sched_getaffinity(0))
+        own = len(all_cores) // self.count
+        if own == 0:
+            return [all_cores[number % len(all_cores)]]
+        return all_cores[number * own : (number + 1) * own]
 
     @contextlib.contextmanager
     def mpirun(self, ranks: int | Sequence[int], dealt: bool = False) -> Iterator[list[str]]:
@@ -111,7 +120,7 @@ def missing() -> str:
     """Why this machine cannot have hosts; empty if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    for tool in ("ip", "tc", "unshare"):
+    for tool in ("ip", "tc", "unshare", "taskset"):
         if shutil.which(tool) is None:
             return f"network namespaces need `{tool}`, which is missing"
     name = f"bg{os.getpid() % 10000}probe"

@@ -84,7 +84,11 @@ class Config:
         16.0, "at most so many MB of small one-shot requests are fused", agree=True, min=0, max=4096
     )
     bucket_mb: float = _setting(
-        25.0, "size of a gradient bucket in MB", agree=True, above=0, max=65536
+        10.0,
+        "size of a gradient bucket in MB; the first ones are smaller",
+        agree=True,
+        above=0,
+        max=65536,
     )
     overlap: str = _setting(
         "auto",

@@ -20,6 +20,10 @@ from bagua.torch.standing import Standing
 from bagua.torch.velocity import VelocityBucket
 
 
+_FIRST_NBYTES = 1 << 20
+_SMALL = 16  # times smaller than what comes after it
+
+
 class Plan:
     """What decides the buckets of one optimizer."""
 
@@ -56,20 +60,30 @@ class Plan:
         return buckets
 
     def _split(self, run: Sequence[Slot], cut: bool) -> list[list[Slot]]:
-        """The run by device, element type and algorithm; at most the bucket size, or one tensor."""
+        """The run by device, element type and algorithm, and by size.
+
+        The first buckets are small, so that the exchange begins early; each is as large as all
+        before it, until they have their size. A tensor that is too large for what is left of one
+        takes along what is small beside it and came just before, as the biases of its layer: who
+        waits for them waits for it.
+        """
         done: list[list[Slot]] = []
+        done_nbytes = 0
         filling: dict[tuple[torch.device, torch.dtype, bool, str], tuple[list[Slot], int]] = {}
         for slot in run:
             self.choose(slot)
             kind = (slot.param.device, slot.param.dtype, slot.exact, repr(slot.algorithm))
             slots, nbytes = filling.get(kind, ([], 0))
-            more = slot.param.numel() * slot.param.element_size()
-            if slots and cut and nbytes + more > self.bucket_nbytes:
-                done.append(slots)
-                slots, nbytes = [], 0
+            more = slot.param.nbytes
+            most = min(self.bucket_nbytes, max(_FIRST_NBYTES, done_nbytes))
+            if cut and nbytes + more > most and (full := _large_until(slots, more // _SMALL)):
+                done.append(slots[:full])
+                done_nbytes += sum(s.param.nbytes for s in done[-1])
+                slots = slots[full:]
+                nbytes = sum(s.param.nbytes for s in slots)
             slots.append(slot)
             filling[kind] = (slots, nbytes + more)
-        return done + [slots for slots, _ in filling.values() if slots]
+        return done + [slots for slots, _ in filling.values()]
 
     def choose(self, slot: Slot) -> None:
         """The algorithm of this parameter, and whether it travels as it is all the same."""
@@ -102,6 +116,15 @@ class Plan:
         elif exchange.low_rank and not alone:
             kind = LowRankBucket
         return kind(name, info, slots, dtype, exchange, self.scales, self.process_set, self.fold)
+
+
+def _large_until(slots: list[Slot], small_nbytes: int) -> int:
+    """How many there are without the last ones, as many as are together as small as that."""
+    count = len(slots)
+    while count > 0 and slots[count - 1].param.nbytes <= small_nbytes:
+        count -= 1
+        small_nbytes -= slots[count].param.nbytes
+    return count
 
 
 def fold_of(optimizer: torch.optim.Optimizer, algorithm: Algorithm) -> Fold | None:

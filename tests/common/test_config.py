@@ -119,7 +119,7 @@ def test_what_must_agree():
         "transport": "auto",
         "allreduce": "auto",
         "fusion_mb": 3.0,
-        "bucket_mb": 25.0,
+        "bucket_mb": 10.0,
         "nccl": True,
         "nccl_register": False,
         "allow_shared_gpu": False,

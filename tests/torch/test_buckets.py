@@ -287,3 +287,33 @@ def test_copies_into_an_arena_are_counted(hvd, size):
         optimizer.step()
     in_place = touched(False)
     assert touched(True) - in_place == 2 * (20 * size * 4)
+
+
+_MB = 1 << 18  # floats
+
+
+def _counts_of_buckets(hvd, counts: list[int]) -> list[list[int]]:
+    """Of parameters that are given from the last layer to the first, in which buckets are laid."""
+    params = [nn.Parameter(torch.zeros(count)) for count in counts[::-1]]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0))
+    runs = optimizer._driver.layout.runs
+    return [sorted((slot.param.numel() for slot in run), reverse=True) for run in runs]
+
+
+def test_buckets_begin_small(everyone, hvd):
+    sizes = [sum(counts) / _MB for counts in _counts_of_buckets(hvd, [_MB // 2] * 80)]
+    assert sizes == [1, 1, 2, 4, 8, 10, 10, 4]
+
+
+def test_a_bucket_does_not_wait_for_the_layer_after_it(everyone, hvd):
+    layers = [30, 4 * _MB, 2048, 4 * _MB, 2047, 1000, 8 * _MB, 2046, 2 * _MB]
+    assert _counts_of_buckets(hvd, layers) == [
+        [4 * _MB, 30],
+        [4 * _MB, 2048],
+        [8 * _MB, 2047, 1000],
+        [2 * _MB, 2046],
+    ]
+
+
+def test_a_tensor_larger_than_a_bucket_has_its_own(everyone, hvd):
+    assert _counts_of_buckets(hvd, [_MB, 12 * _MB, _MB]) == [[_MB], [12 * _MB], [_MB]]

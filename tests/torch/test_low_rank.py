@@ -189,7 +189,7 @@ def test_bytes(everyone, hvd):
         sent = hvd.counters()["sent_nbytes"] - before
         touched = hvd.counters()["touched_nbytes"] - touched
     nbytes = 256 * 512 * 4
-    if everyone.size > 1:
+    if everyone.size > 1 or touched >= 2 * nbytes:  # alone it may stay where it is
         touched -= 2 * nbytes  # the gradient's way into the arena
     assert 0 <= sent + touched < nbytes / 4
 
