@@ -19,7 +19,6 @@ from bagua.torch.slot import Slot
 from bagua.torch.standing import Standing
 from bagua.torch.velocity import VelocityBucket
 
-
 _FIRST_NBYTES = 1 << 20
 _SMALL = 16  # times smaller than what comes after it
 
