@@ -11,6 +11,7 @@ from torch import nn
 
 from bagua.algorithms import PowerSGD
 from bagua.torch.arrays import is_on_device
+from bagua.torch.claims import claims
 from bagua.torch.low_rank import LowRankBucket
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
@@ -189,7 +190,7 @@ def test_bytes(everyone, hvd):
         sent = hvd.counters()["sent_nbytes"] - before
         touched = hvd.counters()["touched_nbytes"] - touched
     nbytes = 256 * 512 * 4
-    if everyone.size > 1 or touched >= 2 * nbytes:  # alone it may stay where it is
+    if everyone.size > 1 or claims.contested:  # as optimizers of earlier tests may leave it
         touched -= 2 * nbytes  # the gradient's way into the arena
     assert 0 <= sent + touched < nbytes / 4
 
