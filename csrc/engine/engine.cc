@@ -304,6 +304,7 @@ bool Engine::turn(int timeout_us) {
     poison(make_failure(ErrorKind::kInternal, error.what()));
   }
   return true;
+    if (!busy) forget_removed();
 }
 
 // Also called from inside an exchange that waits: it must only take note, never exchange.

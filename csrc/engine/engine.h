@@ -123,7 +123,8 @@ class Engine {
     std::map<Key, RequestPtr> open;                     // reported in full, or unnamed
     Report report;                                      // being gathered
     RequestPtr joining;
-    int track = 0;  // of its next exchange
+    int track = 0;         // of its next exchange
+    bool removed = false;  // kept until nothing of it is open
   };
 
   // What was agreed on to be exchanged together.
@@ -176,7 +177,8 @@ class Engine {
   // engine_agreement.cc
   bool take_submissions(int64_t least_nbytes = 0);
   void take_ahead();
-  void report(Set& set, const RequestPtr& request);
+  void report(const RequestPtr& request);
+  void turn_away(const RequestPtr& request);
   void send_reports();
   void decide(bool everything = false);
   void accept_next();
@@ -185,6 +187,7 @@ class Engine {
   RequestPtr take_open(Set& set, int32_t id, const Key& key);
 
   // engine_exchange.cc
+  void forget_removed();
   bool take_task();
   bool work_ahead();
   bool may_begin(const Task& next) const;
@@ -243,6 +246,7 @@ class Engine {
   std::vector<RequestPtr> taken_;
   std::deque<Decision> decisions_;
   std::vector<RequestPtr> agreed_;  // on, and no tasks yet
+  std::vector<int32_t> removed_;  // of sets_
   std::deque<Task> tasks_;          // that have not begun
   bool held_back_ = false;          // the first of them, until an exchange ends
   bool took_ahead_ = false;         // small requests, during the last exchange of those agreed on

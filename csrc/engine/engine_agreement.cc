@@ -1,5 +1,6 @@
 // What a rank tells rank 0, and what rank 0 tells everyone.
 #include <algorithm>
+#include <functional>
 #include <utility>
 
 #include "common/clock.h"
@@ -24,7 +25,7 @@ bool Engine::take_submissions(int64_t least_nbytes) {
   }
   for (const RequestPtr& request : taken_) {
     if (request->device) device_ = request->device;
-    report(sets_.at(request->set), request);
+    report(request);
   }
   taken_.clear();
   send_reports();
@@ -37,9 +38,12 @@ void Engine::take_ahead() {
   if (decisions_.empty()) took_ahead_ |= take_submissions(took_ahead_ ? kLoneNbytes : 0);
 }
 
-void Engine::report(Set& set, const RequestPtr& request) {
-  Report& report = set.report;
+void Engine::report(const RequestPtr& request) {
+  const auto it = sets_.find(request->set);
   const Key key{request->name, request->seq};
+  if (it == sets_.end() || it->second.removed) return turn_away(request);
+  Set& set = it->second;
+  Report& report = set.report;
   if (!request->refusal.empty()) {
     report.full.push_back({key, "", request->refusal, request->for_good});
     return;
@@ -71,6 +75,15 @@ void Engine::report(Set& set, const RequestPtr& request) {
     }
   }
   set.open[key] = request;
+}
+
+// Another thread has submitted it while its process set was being removed.
+void Engine::turn_away(const RequestPtr& request) {
+  if (!request->refusal.empty()) return;
+  ++open_count_;
+  complete({request},
+           make_failure(ErrorKind::kUsage,
+                        "process set " + std::to_string(request->set) + " has been removed"));
 }
 
 void Engine::send_reports() {
@@ -114,7 +127,9 @@ void Engine::decide(bool everything) {
 void Engine::accept_next() {
   const Decision decision = std::move(decisions_.front());
   decisions_.pop_front();
-  Set& set = sets_.at(decision.set);
+  const auto it = sets_.find(decision.set);
+  if (it == sets_.end()) return;  // removed, and nothing of this rank was open
+  Set& set = it->second;
   std::vector<Entry> forgotten;
   for (const auto& definition : decision.definitions) {
     if (definition.id == Decision::kForgotten) {
@@ -183,6 +198,19 @@ void Engine::line_up(int32_t id, const std::vector<Decision::Agreed>& agreed,
     }
   }
   agreed_.clear();
+}
+
+// Process sets that were removed, once rank 0 has answered to what was open in them.
+void Engine::forget_removed() {
+  const auto over = [&](int32_t id) {
+    const Set& set = sets_.at(id);
+    const auto is_open = [](const Entry& entry) { return entry.open != nullptr; };
+    return set.open.empty() && !set.joining &&
+           std::none_of(set.entries.begin(), set.entries.end(), is_open);
+  };
+  const auto rest = std::stable_partition(removed_.begin(), removed_.end(), std::not_fn(over));
+  std::for_each(rest, removed_.end(), [&](int32_t id) { sets_.erase(id); });
+  removed_.erase(rest, removed_.end());
 }
 
 RequestPtr Engine::take_open(Set& set, int32_t id, const Key& key) {

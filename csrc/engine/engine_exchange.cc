@@ -263,8 +263,16 @@ void Engine::run_special(Request& request) {
     doors_[id].ranks = set.ranks;
   } else if (d.kind == OpKind::kRemoveProcessSet) {
     if (nccl_) nccl_->forget(d.root);
-    std::lock_guard<std::mutex> lock(mutex_);
-    doors_.erase(d.root);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      doors_.erase(d.root);
+    }
+    Set& set = sets_.at(d.root);
+    set.removed = true;
+    removed_.push_back(d.root);
+    if (set.me < 0) return;
+    set.report.last = true;
+    send_reports();
   }
 }
 

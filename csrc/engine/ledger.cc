@@ -1,6 +1,7 @@
 #include "engine/ledger.h"
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 
 namespace bagua {
@@ -73,6 +74,7 @@ Ledger::Ledger(int world_size) : heard_s_(static_cast<size_t>(world_size)) {
 const std::vector<int>& Ledger::ranks_of(int32_t set) const { return sets_.at(set).ranks; }
 
 std::vector<Decision> Ledger::take(bool everything) {
+  forget_removed();
   std::vector<Decision> taken;
   for (Decision& d : decisions_) {
     // Who has joined stands in for requests that were agreed before, and for no others.
@@ -123,7 +125,10 @@ void Ledger::report(int rank, const Report& report, double now_s) {
   if (found == sets_.end()) return;  // a set that was removed while this was on its way
   const int member = found->second.member_of(rank);
   if (member < 0) return;
-  if (found->second.removed) return turn_away(rank, report);
+  if (found->second.removed) {
+    if (report.last) found->second.left[static_cast<size_t>(member)] = true;
+    return turn_away(rank, report);
+  }
   // A name that was refused may be used again at once: then its refusal is the older report.
   for (const auto& full : report.full) arrive(report.set, member, full, now_s);
   for (const int32_t id : report.ids) arrive_bit(report.set, member, id, now_s);
@@ -132,6 +137,20 @@ void Ledger::report(int rank, const Report& report, double now_s) {
     arrive(report.set, member, {{"", again.seq}, entry.description.encode(), ""}, now_s);
   }
   if (report.join) join(report.set, member, now_s);
+}
+
+// Nothing is reported of them any more, so nothing can be decided.
+void Ledger::forget_removed() {
+  if (removed_.empty() || !decisions_.empty()) return;  // which may be on one of them
+  const auto over = [&](int32_t id) {
+    const std::vector<bool>& left = sets_.at(id).left;
+    const auto waits = [&](const auto& item) { return item.first == id; };
+    return std::find(left.begin(), left.end(), false) == left.end() &&
+           std::none_of(background_.begin(), background_.end(), waits);
+  };
+  const auto rest = std::stable_partition(removed_.begin(), removed_.end(), std::not_fn(over));
+  std::for_each(rest, removed_.end(), [&](int32_t id) { sets_.erase(id); });
+  removed_.erase(rest, removed_.end());
 }
 
 // For a process set that was removed while the report was on its way.

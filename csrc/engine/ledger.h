@@ -33,6 +33,9 @@ class Ledger {
   bool has_background() const { return !background_.empty(); }
   Decision take_background();
   const std::vector<int>& ranks_of(int32_t set) const;
+  size_t set_count() const { return sets_.size(); }
+  // Of a rank's last report.
+  double heard_s(int rank) const { return heard_s_[static_cast<size_t>(rank)]; }
 
   // Requests that have been open for longer than age_s. A join waits while others work, so it is
   // one as long as all who have not joined have said nothing.
@@ -72,8 +75,8 @@ class Ledger {
   };
   struct Set {
     std::vector<int> ranks;
-    bool removed = false;
-    std::vector<Entry> entries;                         // by id
+    bool removed = false;        // kept until every member has had its last word
+    std::vector<Entry> entries;  // by id
     std::unordered_map<std::string, int32_t> by_name;   // named entries
     std::unordered_map<std::string, int32_t> by_bytes;  // unnamed entries, by description
     std::vector<std::vector<uint64_t>> bits;            // by member, one bit per named entry
@@ -99,6 +102,7 @@ class Ledger {
                  std::vector<int> ranks, std::string label = "");
   void hold_back(Decision& decision);
   void turn_away(int rank, const Report& report);
+  void forget_removed();
   void arrive(int32_t set, int member, const Report::Full& full, double now_s);
   void withdraw(int32_t set, int member, const Report::Full& full);
   void arrive_bit(int32_t set, int member, int32_t id, double now_s);
@@ -120,6 +124,7 @@ class Ledger {
   std::map<int32_t, Set> sets_;
   std::vector<double> heard_s_;  // by rank: its last report
   int32_t next_set_ = 1;
+  std::vector<int32_t> removed_;  // of which a member may yet report something
   std::vector<Decision> decisions_;
   std::deque<std::pair<int32_t, Decision::Agreed>> background_;  // with the process set
 };

@@ -196,6 +196,7 @@ void Ledger::apply(int32_t set, const Description& description) {
     Set& s = sets_[description.root];
     const int32_t id = description.root;
     s.removed = true;
+    removed_.push_back(id);
     // What was still open in it can never be completed.
     for (const Stall& stall : stalls(1e18, 0))
       if (stall.set == id) reject(stall, "process set " + std::to_string(id) + " was removed");
@@ -260,8 +261,9 @@ void Ledger::settle_join(int32_t set) {
 void Ledger::leave(int rank) {
   for (auto& [id, s] : sets_) {
     const int member = s.member_of(rank);
-    if (member < 0 || s.removed) continue;
+    if (member < 0) continue;
     s.left[static_cast<size_t>(member)] = true;
+    if (s.removed) continue;
     settle_all(id);
     settle_join(id);
   }

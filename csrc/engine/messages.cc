@@ -60,13 +60,14 @@ void Report::clear() {
   ids.clear();
   unnamed.clear();
   full.clear();
-  join = false;
+  join = last = false;
 }
 
 void Report::encode(Writer& w) const {
   w.put(MessageType::kReport);
   w.put(set);
   w.put(join);
+  w.put(last);
   put_ids(w, ids);
   w.put_vector(unnamed);
   put_each(w, full, [&](const Full& f) {
@@ -81,6 +82,7 @@ Report Report::decode(Reader& r) {
   Report report;
   report.set = r.get<int32_t>();
   report.join = r.get<bool>();
+  report.last = r.get<bool>();
   report.ids = get_ids(r);
   report.unnamed = r.get_vector<Again>();
   get_each(r, [&] {

@@ -48,8 +48,9 @@ struct Report {
   std::vector<Again> unnamed;
   std::vector<Full> full;
   bool join = false;
+  bool last = false;  // the set is removed here, and this rank says no more of it
 
-  bool empty() const { return ids.empty() && unnamed.empty() && full.empty() && !join; }
+  bool empty() const { return ids.empty() && unnamed.empty() && full.empty() && !join && !last; }
   void clear();
   void encode(Writer& w) const;
   static Report decode(Reader& r);

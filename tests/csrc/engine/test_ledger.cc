@@ -416,6 +416,35 @@ TEST(Ledger, RemovedProcessSetDecidesEverythingReported) {
   EXPECT_EQ(d.rejections[0].ranks, std::vector<int32_t>{2});
 }
 
+// Once each member has said its last word of it, whoever has shut down included.
+TEST(Ledger, RemovedProcessSetIsForgotten) {
+  Book book(3);
+  const auto last = [&](int rank, int32_t set) {
+    Report r;
+    r.set = set;
+    r.last = true;
+    book.ledger.report(rank, r, 0);
+  };
+  const int32_t set = book.add_set({0, 2});
+  book.remove_set(set);
+  book.take();
+  last(0, set);
+  book.nothing();
+  EXPECT_EQ(book.ledger.set_count(), 2u) << "rank 2 may still ask for something";
+  book.tell(2, full("late", sum_of(1)), set);
+  last(2, set);
+  EXPECT_EQ(book.take().rejections.size(), 1u);
+  book.nothing();
+  EXPECT_EQ(book.ledger.set_count(), 1u);
+  const int32_t other = book.add_set({0, 2});
+  book.remove_set(other);
+  book.take();
+  last(0, other);
+  book.ledger.leave(2);
+  book.nothing();
+  EXPECT_EQ(book.ledger.set_count(), 1u);
+}
+
 // Who has joined it has stood in until then, and goes on.
 TEST(Ledger, RemovedProcessSetEndsJoins) {
   Book book(4);

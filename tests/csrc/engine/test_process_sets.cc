@@ -82,6 +82,32 @@ TEST(ProcessSets, RemovingAProcessSetFailsWhatIsOpenInIt) {
   });
 }
 
+// A thread that does not know of the removal gets a result, or hears why not, and nothing stays
+// open.
+TEST(ProcessSets, RemovingProcessSetsThatAreInUse) {
+  LoopbackWorld world(3);
+  world.run([&](int rank) {
+    for (int round = 0; round < 30; ++round) {
+      const int32_t set = add_set(world[rank], {0, 2});
+      std::atomic<bool> over{false};
+      std::thread user([&] {
+        for (int i = 0; !over && rank != 1; ++i) try {
+            sum_of_ones(world[rank], i % 2 ? "x" : "", set);
+          } catch (const UsageError& error) {
+            EXPECT_CONTAINS(error.what(), "process set " + std::to_string(set));
+          } catch (const PeerError& error) {
+            EXPECT_CONTAINS(error.what(), "was removed");
+          }
+      });
+      EXPECT_EQ(sum_of_ones(world[rank], "y"), 3);
+      remove_set(world[rank], set);
+      over = true;
+      user.join();
+      EXPECT_EQ(sum_of_ones(world[rank], "y"), 3);
+    }
+  });
+}
+
 TEST(ProcessSets, RemovingAProcessSetEndsAJoin) {
   LoopbackWorld world(4);
   world.run([&](int rank) {
