@@ -96,10 +96,14 @@ class Config:
         choices=("auto", "always", "never"),
     )
     stall_warn_s: float = _setting(
-        60.0, "warn of a request that some ranks have not submitted for so long (0 = never)", min=0
+        60.0,
+        "warn of what some ranks have not submitted, or not shut down, for so long (0 = never)",
+        min=0,
     )
     stall_fail_s: float = _setting(
-        0.0, "fail a request that some ranks have not submitted for so long (0 = never)", min=0
+        0.0,
+        "fail what some ranks have not submitted, or not shut down, for so long (0 = never)",
+        min=0,
     )
     peer_timeout_s: float = _setting(
         5.0, "a rank that leaves a ping unanswered for so long is declared dead (0 = never)", min=0

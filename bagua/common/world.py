@@ -264,6 +264,9 @@ def _leave() -> None:
         _world.engine.wait_stopped(0.5)
     else:
         shutdown()
+    if uncaught is None and not failed and _failure_at_stop:  # others never shut down
+        failed = _failure_at_stop
+        report_verdict()
     if _failure_at_stop is None and uncaught is None:
         return mpi.end()
     if failed and uncaught is None:

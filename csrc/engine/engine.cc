@@ -223,7 +223,11 @@ void Engine::coordinate() {
   for (int doze_us = -1;;) {
     channel_->doze(doze_us);
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return !driven_; });
+    changed_.wait(lock, [&] { return !driven_ || asks_; });
+    if (driven_) {
+      stand_in_for_caller(lock);
+      continue;
+    }
     driven_ = true;
     const bool stopping = stopping_;
     lock.unlock();
@@ -243,6 +247,26 @@ void Engine::coordinate() {
     changed_.notify_all();
     if (through) return;
   }
+}
+
+// Notes what comes, and answers, until the thread that drives is back in its exchange.
+void Engine::stand_in_for_caller(std::unique_lock<std::mutex>& lock) {
+  lent_ = true;
+  while (asks_ && !trouble_) {
+    lock.unlock();
+    std::exception_ptr trouble;
+    try {
+      receive(kTickUs);
+      tick();
+    } catch (...) {
+      trouble = std::current_exception();
+    }
+    lock.lock();
+    trouble_ = trouble;
+  }
+  lent_ = false;
+  changed_.notify_all();
+  changed_.wait(lock, [&] { return !asks_; });
 }
 
 // Whether what was submitted should be looked at now. While small requests still pour in and nobody
@@ -280,6 +304,7 @@ bool Engine::turn(int timeout_us) {
   }
   try {
     const bool busy = !under_way_.empty() || !tasks_.empty();
+    if (!busy) forget_removed();
     bool progressed = !busy && take_submissions();
     receive(progressed || busy || !decisions_.empty() ? 0 : timeout_us);
     if (!busy && !decisions_.empty()) {
@@ -304,7 +329,6 @@ bool Engine::turn(int timeout_us) {
     poison(make_failure(ErrorKind::kInternal, error.what()));
   }
   return true;
-    if (!busy) forget_removed();
 }
 
 // Also called from inside an exchange that waits: it must only take note, never exchange.

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -164,6 +165,7 @@ class Engine {
   void refuse_in_child() const;
   void coordinate();  // the coordination thread
   bool due();
+  void stand_in_for_caller(std::unique_lock<std::mutex>& lock);
   void drive(const Handle* until, double deadline_s);
   bool turn(int timeout_us);
   void receive(int timeout_us);
@@ -185,9 +187,9 @@ class Engine {
   void line_up(int32_t id, const std::vector<Decision::Agreed>& agreed,
                std::vector<Entry>& forgotten);
   RequestPtr take_open(Set& set, int32_t id, const Key& key);
+  void forget_removed();
 
   // engine_exchange.cc
-  void forget_removed();
   bool take_task();
   bool work_ahead();
   bool may_begin(const Task& next) const;
@@ -211,8 +213,10 @@ class Engine {
   void tick();
   void lose(int rank, const std::string& how);
   void look_for_stalls(double now);
+  void look_for_stragglers(double now);
   void look_at_device(double now);
   void check_progress(double waited_s, int peer, double& warned_s);
+  bool ask_caller();
   FailurePtr verdict_on(FailurePtr failure);
   void poison(FailurePtr failure);
   void let_go_of_exchange();
@@ -242,11 +246,11 @@ class Engine {
   std::unique_ptr<Crew> crew_;  // while a caller waits, this rank's other cores are idle
   std::map<int32_t, Set> sets_;
   int32_t next_set_ = 1;
+  std::vector<int32_t> removed_;  // of sets_
   std::vector<Message> inbox_;
   std::vector<RequestPtr> taken_;
   std::deque<Decision> decisions_;
   std::vector<RequestPtr> agreed_;  // on, and no tasks yet
-  std::vector<int32_t> removed_;  // of sets_
   std::deque<Task> tasks_;          // that have not begun
   bool held_back_ = false;          // the first of them, until an exchange ends
   bool took_ahead_ = false;         // small requests, during the last exchange of those agreed on
@@ -271,6 +275,10 @@ class Engine {
   int64_t submitted_nbytes_ = 0;         // mutex_
   std::map<int32_t, Door> doors_;        // mutex_
   bool driven_ = false;                  // mutex_
+  // mutex_: who drives asks its caller, and lends the engine to the coordination thread, which
+  // leaves what went wrong.
+  bool asks_ = false, lent_ = false;
+  std::exception_ptr trouble_;
   std::atomic<bool> in_child_{false};
   bool stopping_ = false;        // mutex_
   bool abandoned_ = false;       // mutex_: stop without waiting for others

@@ -98,6 +98,7 @@ void Engine::tick() {
     lose(silent, "has not answered for " + seconds(config_.peer_timeout_s) +
                      ": stopped, or its machine is overloaded or unreachable (peer_timeout_s)");
   if (ledger_) look_for_stalls(now);
+  if (ledger_ && stopping_now_) look_for_stragglers(now);
   if (on_device()) look_at_device(now);
   const bool idle = under_way_.empty() && !anything_open() && !on_device();
   if (nccl_ && idle && !stopping_now_) nccl_->tidy();
@@ -140,6 +141,28 @@ void Engine::look_for_stalls(double now) {
   log_.write(LogLevel::kWarning, text);
 }
 
+// Rank 0 stays until everybody has shut down, as long as they have something to say.
+void Engine::look_for_stragglers(double now) {
+  std::vector<int> ranks;
+  double since_s = stopping_since_s_;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (left_[static_cast<size_t>(rank)]) continue;
+    ranks.push_back(rank);
+    since_s = std::max(since_s, ledger_->heard_s(rank));
+  }
+  if (ranks.empty()) return;
+  const std::string text = "rank 0 has shut down, and for " + seconds(now - since_s) +
+                           " has waited for " + ranks_text(ranks) +
+                           " to do so: a program ends when all ranks have; does one compute for "
+                           "long, or is it stuck?";
+  if (config_.stall_fail_s > 0 && now - since_s > config_.stall_fail_s)
+    throw Verdict(text + " (stall_fail_s)");
+  const double quiet_s = now - std::max(warned_s_, since_s);
+  if (config_.stall_warn_s <= 0 || quiet_s < config_.stall_warn_s) return;
+  warned_s_ = now;
+  log_.write(LogLevel::kWarning, text);
+}
+
 // An agreed exchange should only take as long as its bytes; when nothing arrives for long, say so.
 void Engine::check_progress(double waited_s, int peer, double& warned_s) {
   {
@@ -161,11 +184,32 @@ void Engine::check_progress(double waited_s, int peer, double& warned_s) {
   const double now = now_s();
   if (interrupted_ && waited_s > kAskAfterS && now - asked_s_ > kAskEveryS) {
     asked_s_ = now;
-    if ((*interrupted_)()) throw Verdict(name_of(rank_) + " was interrupted: " + stuck());
+    if (ask_caller()) throw Verdict(name_of(rank_) + " was interrupted: " + stuck());
   }
   if (config_.stall_warn_s <= 0 || now - warned_s < config_.stall_warn_s) return;
   warned_s = now;
   log_.write(LogLevel::kWarning, stuck() + kPerhaps);
+}
+
+// Its answer may take long, for it may need a lock that others hold. No silence must come of that.
+bool Engine::ask_caller() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    asks_ = true;
+    trouble_ = nullptr;
+  }
+  changed_.notify_all();
+  channel_->hush(false);
+  channel_->wake();
+  const bool interrupted = (*interrupted_)();
+  std::unique_lock<std::mutex> lock(mutex_);
+  asks_ = false;
+  channel_->wake();
+  changed_.notify_all();
+  changed_.wait(lock, [&] { return !lent_; });
+  channel_->hush(true);
+  if (trouble_) std::rethrow_exception(std::exchange(trouble_, nullptr));
+  return interrupted;
 }
 
 // What a device was given ends when every rank's device has come to it; the host waits for none.
@@ -290,6 +334,7 @@ bool Engine::try_stop() {
   if (!stopping_now_) {
     if (!finish_on_devices()) return false;
     stopping_now_ = true;
+    stopping_since_s_ = now_s();
     if (!ledger_) {
       channel_->send(0, text_message(MessageType::kBye));
     } else {

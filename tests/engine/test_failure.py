@@ -281,6 +281,22 @@ bagua.allreduce(one(), name="late")
     assert result.exit_code == 0, result
 
 
+def test_rank_that_never_comes_to_its_end_is_named(run):
+    result = run(
+        2,
+        """
+bagua.barrier()
+if me == 1:
+    time.sleep(60)
+""",
+        env={"BAGUA_STALL_WARN_S": "1", "BAGUA_STALL_FAIL_S": "3"},
+    )
+    waits = "rank 0 has shut down, and for {} s has waited for rank 1"
+    assert "bagua[0] warning: " + waits.format(1) in result.stderr[0], result
+    assert "bagua: this job failed: " + waits.format(3) in result.stderr[0], result
+    assert result.exit_code != 0 and not result.timed_out, result
+
+
 # ---- leaving -----------------------------------------------------------------------------------
 
 

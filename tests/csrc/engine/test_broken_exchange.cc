@@ -136,6 +136,43 @@ TEST(Interrupted, EndsAnExchangeThatGetsNowhere) {
   });
 }
 
+// The caller may need a lock that others hold: whoever pings this rank hears of it all the same,
+// and what it hears itself ends the exchange.
+TEST(Interrupted, AnswersPingsWhileItsCallerIsAsked) {
+  for (const bool fails : {false, true}) {
+    Config impatient = quiet_config();
+    impatient.peer_timeout_s = 0.5;
+    LoopbackWorld world(NodeOf{0, 1, 2}, impatient);
+    std::atomic<bool> asked{false}, through{false};
+    open_gates(world, 0);
+    world.run([&](int rank) {
+      std::vector<float> data(kCount, 1);
+      const HandlePtr handle = world[rank].submit(allreduce_of("x", data), Urgency::kWaited);
+      const Engine::Interrupted interrupted = [&] {
+        if (rank == 0) return false;
+        if (!asked.exchange(true)) {
+          std::this_thread::sleep_for(std::chrono::seconds(3));
+          through = true;
+          open_gates(world, 1 << 30);
+        }
+        return false;
+      };
+      if (rank == 2 && fails) {
+        wait_until([&] { return asked.load(); });
+        return world.die(rank);
+      }
+      EXPECT_TRUE(world[rank].wait(*handle, kHangS, interrupted));
+      EXPECT_TRUE(through || fails);
+      if (fails) {
+        EXPECT_CONTAINS(error_of<PeerError>([&] { handle->rethrow(); }), host(2) + " is gone");
+      } else {
+        handle->rethrow();
+        EXPECT_EQ(data, std::vector<float>(kCount, 3));
+      }
+    });
+  }
+}
+
 // The others count on it.
 TEST_P(OpenExchange, IsCarriedOutThoughItsRanksShutDown) {
   const int n = static_cast<int>(GetParam().node_of.size());

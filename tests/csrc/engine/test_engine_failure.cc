@@ -257,6 +257,48 @@ TEST_P(EveryDriver, StallFailsAJoin) {
   });
 }
 
+// Rank 0 stays until all have shut down, which one may never do.
+TEST_P(EveryDriver, StallFailsTheEndOfRankZero) {
+  Config strict = config();
+  strict.stall_fail_s = 0.5;
+  LoopbackWorld world(3, strict);
+  std::atomic<bool> over{false};
+  world.run([&](int rank) {
+    EXPECT_EQ(sum_of_ones(world[rank], "x"), 3);
+    if (rank != 1) {
+      world[rank].stop();
+      EXPECT_TRUE(world[rank].wait_stopped(kHangS));
+    }
+    if (rank == 0) {
+      ASSERT_TRUE(world[rank].failure());
+      EXPECT_CONTAINS(world[rank].failure()->what, "has waited for rank 1 to do so");
+      over = true;
+    }
+    if (rank != 1) return;
+    while (!over) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    EXPECT_CONTAINS(error_of<PeerError>([&] { sum_of_ones(world[rank], "x"); }),
+                    "has waited for rank 1 to do so");
+  });
+}
+
+// The others may have work of their own for as long as they like.
+TEST_P(EveryDriver, WorkOfOthersIsNoStallAtTheEnd) {
+  Config strict = config();
+  strict.stall_fail_s = 1;
+  LoopbackWorld world(3, strict);
+  world.run([&](int rank) {
+    const int32_t set = add_set(world[rank], {1, 2});
+    if (rank > 0)
+      for (const double end_s = now_s() + 3; now_s() < end_s;) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        EXPECT_EQ(sum_of_ones(world[rank], "x", set), 2);
+      }
+    world[rank].stop();
+    EXPECT_TRUE(world[rank].wait_stopped(kHangS));
+    EXPECT_FALSE(world[rank].failure());
+  });
+}
+
 // What the others asked for meanwhile, without a name, with success or without, was counted.
 TEST_P(EveryDriver, UnnamedRequestsMeetAfterAJoinThatFailed) {
   Config strict = config();
