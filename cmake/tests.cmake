@@ -22,6 +22,7 @@ target_link_libraries(bagua_tests PRIVATE bagua_core GTest::gtest_main)
 target_include_directories(bagua_tests PRIVATE ${CMAKE_SOURCE_DIR}/tests/csrc)
 # What is tested is optimized as in an installation; the tests themselves are to compile soon.
 target_compile_options(bagua_tests PRIVATE -O1 -g1)
+target_precompile_headers(bagua_tests PRIVATE <gtest/gtest.h>)
 
 include(GoogleTest)
 gtest_discover_tests(bagua_tests DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 300)
