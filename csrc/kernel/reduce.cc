@@ -1,7 +1,9 @@
 #include "kernel/reduce.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "common/memory.h"
@@ -107,12 +109,25 @@ void deliver(const Targets& targets, size_t at, const void* from, size_t nbytes,
   }
 }
 
-template <class A>
+// The language leaves conversions of what T does not hold undefined, and x86 and Arm differ.
+template <class T>
+inline T saturated(double x) {
+  using L = std::numeric_limits<T>;
+  constexpr auto least = static_cast<double>(L::min());
+  constexpr double beyond = static_cast<double>(L::max()) + 1;
+  if (x >= beyond) return L::max();
+  return static_cast<T>(x > least ? x : least);  // a NaN, too, is the least
+}
+
+// What T is to hold, in its accumulator.
+template <class T, class A>
 inline A finished(A a, Finish f) {
   if constexpr (std::is_integral_v<A>) {
+    using Held = std::conditional_t<std::is_same_v<T, bool>, A, T>;
+    using L = std::numeric_limits<Held>;
     if constexpr (sizeof(A) > 4)  // smaller ones divide alike, and faster, as doubles
-      if (f.factor == 1) return a / static_cast<A>(f.divisor);
-    return static_cast<A>(static_cast<double>(a) / f.divisor * f.factor);
+      if (f.factor == 1) return std::clamp<A>(a / static_cast<A>(f.divisor), L::min(), L::max());
+    return saturated<Held>(static_cast<double>(a) / f.divisor * f.factor);
   } else if constexpr (is_complex_type<A>::value) {
     using Real = typename A::value_type;
     return a / static_cast<Real>(f.divisor) * static_cast<Real>(f.factor);
@@ -147,7 +162,7 @@ struct Ends {
   }                                                                                          \
   attribute static void finish_##isa(const A* __restrict acc, int64_t n, Finish f,           \
                                      T* __restrict out) {                                    \
-    for (int64_t i = 0; i < n; ++i) out[i] = E::store(finished(acc[i], f));                  \
+    for (int64_t i = 0; i < n; ++i) out[i] = E::store(finished<T>(acc[i], f));               \
   }
   BAGUA_CLONES(BAGUA_ENDS)
 #undef BAGUA_ENDS
@@ -191,6 +206,15 @@ const Loops<E>& loops(ReduceOp op, Isa isa) {
   }
 }
 
+// Where the factor is 1/k, k whole, integers are divided by k: 64 bits of which a double would
+// round, and of 49 * (1/49.0) nothing would be left.
+Finish without_rounding(Finish f) {
+  constexpr double kExact = int64_t{1} << 53;  // up to here a double has every integer
+  const double by = std::round(1 / f.factor), divisor = f.divisor * by;
+  const bool divides = std::abs(by) >= 2 && std::abs(divisor) <= kExact && f.factor == 1 / by;
+  return divides ? Finish{divisor, 1} : f;
+}
+
 template <class E>
 void reduce_blocks(ReduceOp op, const Targets& targets, const void* const* srcs, int nsrcs,
                    int64_t count, Finish finish, Isa isa) {
@@ -232,6 +256,8 @@ void reduce(DType dtype, ReduceOp op, const Targets& targets, const void* const*
   }
   dispatch(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
+    if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool>)
+      finish = without_rounding(finish);
     // Where nothing is done at the end, the bits that wider accumulators add would be dropped.
     if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool> && sizeof(T) < 8)
       if (finish.identity())

@@ -35,7 +35,9 @@ struct Targets {
 // dst[i] = finish(op(srcs[0][i], srcs[1][i], ...)), in that order, for every target. 16-bit floats
 // accumulate in float and integers below 64 bits in a wider one, so there is one rounding per
 // result. A target may be one of the sources. Rows begin at multiples of their element's size.
-// Integers truncate toward zero after an average or a scale.
+// Integers truncate toward zero after an average or a scale. A factor of 1/k, k whole, divides them
+// exactly; by any other they are multiplied as doubles, so beyond 2^53 rounded, and what the type
+// does not hold becomes its least or greatest value.
 void reduce(DType dtype, ReduceOp op, const Targets& targets, const void* const* srcs, int nsrcs,
             int64_t count, Finish finish, Isa isa = best_isa());
 

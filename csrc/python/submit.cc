@@ -2,6 +2,7 @@
 #include "python/submit.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "engine/engine.h"
@@ -43,6 +44,27 @@ void choose(Request& request, const char* what, F&& read) {
   } catch (const py::error_already_set& error) {
     request.refusal = std::string(what) + ": " + std::string(py::str(error.value()));
   }
+}
+
+// No integer can be multiplied by others, and NaN is not what any other rank gave, though it be
+// NaN.
+double as_factor(PyObject* object, const char* what) {
+  const double factor = as_double(object);
+  if (!std::isfinite(factor))
+    throw UsageError(std::string(what) + "=" + std::string(py::str(py::handle(object))) +
+                     " is no finite number");
+  return factor;
+}
+
+void read_scales(Request& request, PyObject* before, PyObject* after) {
+  Description& d = request.description;
+  const auto read = [&](double& factor, PyObject* object, const char* what) {
+    choose(request, what, [&] { factor = as_factor(object, what); });
+  };
+  read(d.prescale, before, "prescale_factor");
+  read(d.postscale, after, "postscale_factor");
+  if (!std::isfinite(d.prescale * d.postscale))  // sums are multiplied once, by both
+    request.refusal = "prescale_factor times postscale_factor is no finite number";
 }
 
 // One (input address, output address, element type, shape, device).
@@ -112,8 +134,7 @@ PyObject* submit(PyObject*, PyObject* const* args, Py_ssize_t count) {
     d.op = static_cast<ReduceOp>(as_int(args[4]));
     request->set = as_number(args[8], "process set");
     choose(*request, "root_rank", [&] { d.root = as_number(args[5], "root"); });
-    choose(*request, "prescale_factor", [&] { d.prescale = as_double(args[6]); });
-    choose(*request, "postscale_factor", [&] { d.postscale = as_double(args[7]); });
+    read_scales(*request, args[6], args[7]);
     choose(*request, "splits", [&] { request->splits = as_ints(args[9]); });
     if (!add_tensors(*request, args[3])) return new_ref(Py_None);
     if (d.kind == OpKind::kAddProcessSet) d.layout = request->splits;

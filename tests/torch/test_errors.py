@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -100,6 +101,18 @@ def test_values_of_another_kind(hvd):
         _ = hvd.Compression.fp8
 
 
+def test_scales_that_are_no_finite_numbers(hvd):
+    for scales in ({"postscale_factor": math.nan}, {"prescale_factor": -math.inf}):
+        ((what, factor),) = scales.items()
+        for tensor in (torch.ones(3, dtype=torch.int32), torch.ones(3)):
+            for call in (hvd.allreduce, hvd.allreduce_, hvd.reducescatter):
+                with pytest.raises(hvd.UsageError, match=f"{what}={factor} is no finite number"):
+                    call(tensor, op=hvd.Sum, **scales)
+    with pytest.raises(hvd.UsageError, match="prescale_factor times postscale_factor is no finite"):
+        hvd.allreduce(torch.ones(3), prescale_factor=1e300, postscale_factor=1e300)
+    still_works(hvd, "scales")
+
+
 def test_different_roots(everyone, hvd):
     with pytest.raises(hvd.HorovodInternalError, match="root"):
         hvd.broadcast(torch.ones(3), odd_one_out(everyone, 0, 1), name="roots")
@@ -149,6 +162,7 @@ UNREADABLE = {
     "op": lambda hvd: hvd.allreduce(torch.ones(3), op=77),
     "op in place": lambda hvd: hvd.allreduce_(torch.ones(3), op="most"),
     "prescale_factor": lambda hvd: hvd.allreduce(torch.ones(3), prescale_factor="x"),
+    "infinite": lambda hvd: hvd.allreduce_(torch.ones(3), prescale_factor=math.inf),
     "root_rank": lambda hvd: hvd.broadcast(torch.ones(3), None),
     "op of rows": lambda hvd: hvd.reducescatter(torch.ones(8), op=77),
     "nested": lambda hvd: hvd.allreduce(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),

@@ -94,6 +94,22 @@ def test_scales(everyone, hvd, name):
         check(actual, expected.to(dtype))
 
 
+def test_scaled_integers_are_divided_exactly_and_stay_within_their_type(everyone, hvd):
+    def scaled(value, dtype, factor, **other):
+        mine = torch.tensor([value if everyone.me == 0 else 0], dtype=dtype)
+        return hvd.allreduce(mine, op=hvd.Sum, postscale_factor=factor, **other).item()
+
+    assert scaled(2**54 + 2, torch.int64, 0.5) == 2**53 + 1
+    assert scaled(2**54 + 2, torch.int64, 1 / 3, prescale_factor=0.5) == (2**53 + 1) // 3
+    for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
+        limits = torch.iinfo(dtype)
+        assert scaled(limits.max, dtype, 4.0) == limits.max
+        assert scaled(limits.max, dtype, -4.0) == limits.min
+    large = torch.full((2,), 2**30, dtype=torch.int32)  # the sum itself does not have to fit
+    result = hvd.allreduce(large, op=hvd.Sum, postscale_factor=1 / everyone.size)
+    assert result.tolist() == [2**30] * 2
+
+
 def wide_of(tensor):
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 

@@ -1,6 +1,7 @@
 // What a reduction means, one element at a time: the oracle of the kernels.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -62,12 +63,18 @@ W plain_op(ReduceOp op, W a, W b) {
   }
 }
 
-template <class W>
+// T is the type that holds the result.
+template <class T, class W>
 W plain_finish(W x, Finish f) {
   if (f.identity()) return x;
   if constexpr (std::is_integral_v<W>) {
-    if (f.factor == 1) return x / static_cast<W>(f.divisor);
-    return static_cast<W>(static_cast<double>(x) / f.divisor * f.factor);
+    using L = std::numeric_limits<std::conditional_t<std::is_same_v<T, bool>, int32_t, T>>;
+    const double by = std::round(1 / f.factor);  // 1 where the factor is
+    if (std::abs(by) >= 1 && f.factor == 1 / by)
+      return std::clamp<W>(x / static_cast<W>(f.divisor * by), L::min(), L::max());
+    const double y = std::trunc(static_cast<double>(x) / f.divisor * f.factor);
+    if (y >= std::ldexp(1.0, L::digits)) return L::max();
+    return y > static_cast<double>(L::min()) ? static_cast<W>(y) : L::min();
   } else if constexpr (std::is_floating_point_v<W>) {
     return x / static_cast<W>(f.divisor) * static_cast<W>(f.factor);
   } else {

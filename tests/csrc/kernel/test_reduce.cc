@@ -41,7 +41,7 @@ class Reduction {
     for (int64_t i = 0; i < most; ++i) {
       auto x = O::widen(values_[0][i]);
       for (int s = 1; s < nsrcs; ++s) x = plain_op(op, x, O::widen(values_[s][i]));
-      expected_[i] = O::narrow(plain_finish(x, finish));
+      expected_[i] = O::narrow(plain_finish<T>(x, finish));
     }
     for (int i = 0; i < nsrcs + 2; ++i)
       rows_.emplace_back(static_cast<size_t>(most) * sizeof(T), static_cast<char>(0xa5 - 7 * i));
@@ -128,7 +128,8 @@ void for_each_reduction(DType dtype, int64_t most, F&& f) {
     std::mt19937 random(7);
     for (const ReduceOp op :
          {ReduceOp::kAverage, ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct})
-      for (const Finish finish : {Finish{}, Finish{1, 0.5}, Finish{3, 2.5}, Finish{4, 1}}) {
+      for (const Finish finish : {Finish{}, Finish{1, 0.5}, Finish{3, 2.5}, Finish{4, 1},
+                                  Finish{2, -0.2}, Finish{1, -3e5}}) {
         const bool finishes = dtype != DType::kBool && (is_linear(op) || finish.divisor == 1);
         if (!meaningful(dtype, op) || (!finish.identity() && !finishes)) continue;
         for (int nsrcs = 1; nsrcs <= 4; ++nsrcs) {
@@ -233,6 +234,54 @@ TEST(Reduce, IntegerOverflowWrapsAround) {
   uint8_t product = 0;
   reduce(DType::kU8, ReduceOp::kProduct, &product, srcs.data(), 5, 1, {});
   EXPECT_EQ(product, 255);  // (-1)^5 mod 256
+}
+
+template <class T>
+T scaled(DType dtype, T x, double factor) {
+  scale(dtype, &x, 1, factor);
+  return x;
+}
+
+TEST(Reduce, IntegersAreDividedExactly) {
+  const int64_t x = (int64_t{1} << 54) + 2, most = std::numeric_limits<int64_t>::max();
+  EXPECT_EQ(scaled(DType::kI64, x, 0.5), x / 2);
+  EXPECT_EQ(scaled(DType::kI64, -x, 0.125), -x / 8);
+  EXPECT_EQ(scaled(DType::kI64, most, 1.0 / 3), most / 3);
+  EXPECT_EQ(scaled(DType::kI64, most, -0.1), -(most / 10));
+  EXPECT_EQ(scaled<int64_t>(DType::kI64, 49, 1.0 / 49), 1);
+  EXPECT_EQ(scaled<int8_t>(DType::kI8, 98, 1.0 / 49), 2);
+  const void* srcs[] = {&x, &x, &x, &x};
+  int64_t result = 0;
+  reduce(DType::kI64, ReduceOp::kAverage, &result, srcs, 3, 1, Finish{3, 0.5});
+  EXPECT_EQ(result, x / 2);
+}
+
+TEST(Reduce, ScaledIntegersAreWithinTheirType) {
+  const int32_t half = int32_t{1} << 30;
+  for (int isa = 0; isa < kIsaCount; ++isa) {
+    if (!has_isa(static_cast<Isa>(isa))) continue;
+    std::vector<int32_t> a(100, half), sums(100);
+    const void* srcs[] = {a.data(), a.data()};
+    const auto check = [&](double factor, int32_t expected) {
+      reduce(DType::kI32, ReduceOp::kSum, sums.data(), srcs, 2, 100, Finish{1, factor},
+             static_cast<Isa>(isa));
+      EXPECT_EQ(sums, std::vector<int32_t>(100, expected)) << factor;
+    };
+    check(0.25, half / 2);  // the sum itself does not have to fit
+    check(4.0, std::numeric_limits<int32_t>::max());
+    check(-4.0, std::numeric_limits<int32_t>::min());
+    check(1e300, std::numeric_limits<int32_t>::max());
+  }
+  using L = std::numeric_limits<int64_t>;
+  EXPECT_EQ(scaled<int64_t>(DType::kI64, L::max() / 2, 4.0), L::max());
+  EXPECT_EQ(scaled<int64_t>(DType::kI64, L::max() / 2, -4.0), L::min());
+  EXPECT_EQ(scaled<int64_t>(DType::kI64, L::min(), -1.0), L::max());
+  EXPECT_EQ(scaled<int64_t>(DType::kI64, L::max(), 1e308), L::max());
+  EXPECT_EQ(scaled<uint8_t>(DType::kU8, 100, 2.555), 255);
+  EXPECT_EQ(scaled<uint8_t>(DType::kU8, 100, 3), 255);
+  EXPECT_EQ(scaled<uint8_t>(DType::kU8, 100, -1), 0);
+  EXPECT_EQ(scaled<int8_t>(DType::kI8, -100, 2), -128);
+  EXPECT_EQ(scaled<int16_t>(DType::kI16, 300, 1e5), 32767);
 }
 
 TEST(Reduce, IntegersTruncateTowardZero) {
