@@ -4,6 +4,8 @@ One function per kind of operation, over any number of tensors; `ops` is the `To
 runs it. Backward uses the differentiable operations again, so gradients have gradients. Scales are
 those of Horovod, whose users combine them with a loss that is averaged over ranks: see each class.
 
+The in-place operations have none: autograd does not see them. See `note_in_place`.
+
 A backward of a named operation is named too. That of an unnamed one is matched by its order, which
 is the same on all ranks if their graphs are.
 """
@@ -16,6 +18,7 @@ import torch
 
 from bagua.common.errors import UsageError
 from bagua.common.kinds import Average, Sum, Urgency
+from bagua.common.warn import warn
 from bagua.common.world import rank
 
 
@@ -137,6 +140,34 @@ class Reducescatter(torch.autograd.Function):
         if factor != 1:
             results = [result * factor for result in results]
         return (None,) * 5 + _in_place_of(grads, results)
+
+
+def note_in_place(kind: str, tensors: Any, is_mean: bool) -> None:
+    """Operation `kind` replaces the values of a tensor, or of each of a list.
+
+    Who only looks at them is right, as scripts do that average a loss in place to print it. Not so
+    who runs backward through them, which is when this tells. Of a mean it warns: where all ranks go
+    on alike, as with a loss, and gradients are averaged, they come out the same.
+    """
+    for tensor in tensors if isinstance(tensors, list) else [tensors]:
+        if not tensor.requires_grad or tensor.is_leaf:
+            continue
+        # Autograd makes a view anew out of what it is of, since values there have changed.
+        changed = tensor._base if tensor._is_view() else tensor
+        if changed.is_leaf:
+            continue
+
+        def tell(_: Any) -> None:
+            problem = (
+                f"backward goes through a tensor that {kind}_ has changed in place, of which "
+                "autograd knows nothing, as if it had not been changed; use "
+                f"{kind}() without the underscore, or {kind}_(tensor.detach().clone()) to look at"
+            )
+            if not is_mean:
+                raise UsageError(problem)
+            warn(problem)
+
+        changed.register_hook(tell)
 
 
 def _check_linear(kind: str, op: Any) -> None:

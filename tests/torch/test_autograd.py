@@ -138,3 +138,55 @@ def test_nothing_is_tracked_without_need(everyone, hvd):
         assert not hvd.allgather(x).requires_grad
     assert not hvd.allreduce(x.detach()).requires_grad
     assert not hvd.synchronize(hvd.allreduce_async(x)).requires_grad
+
+
+IN_PLACE = {
+    "allreduce_": lambda hvd, b: hvd.allreduce_(b, op=hvd.Sum),
+    "allreduce_async_": lambda hvd, b: hvd.allreduce_async_(b, op=hvd.Max).wait(),
+    "scaled": lambda hvd, b: hvd.allreduce_(b, postscale_factor=2.0),
+    "grouped_allreduce_": lambda hvd, b: hvd.grouped_allreduce_([torch.ones(2), b], op=hvd.Sum),
+    "broadcast_": lambda hvd, b: hvd.broadcast_(b, 0),
+    "broadcast_async_": lambda hvd, b: hvd.broadcast_async_(b, 0).wait(),
+    "grouped_broadcast_": lambda hvd, b: hvd.grouped_broadcast_([b], 0),
+}
+
+
+@pytest.mark.parametrize("operation", IN_PLACE.values(), ids=IN_PLACE)
+def test_backward_through_an_in_place_operation_is_an_error(hvd, operation):
+    for changed in (lambda b: b, lambda b: b.t(), lambda b: b[1]):
+        a = torch.ones((3, 2), requires_grad=True)
+        b = a * 2
+        view = changed(b)
+        operation(hvd, view)
+        for result in (b, view):
+            with pytest.raises(hvd.UsageError, match="without the underscore"):
+                (result * 3).sum().backward()
+        assert a.grad is None
+
+
+def test_backward_through_an_average_in_place_is_warned_of(hvd):
+    a = torch.ones(3, requires_grad=True)
+    loss = (a * 2).sum()
+    hvd.allreduce_(loss)
+    with pytest.warns(UserWarning, match="without the underscore"):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("operation", IN_PLACE.values(), ids=IN_PLACE)
+def test_in_place_operations_on_what_backward_does_not_go_through(hvd, operation):
+    a = torch.ones(3, requires_grad=True)
+    loss = (a * 2).sum()
+    loss.backward()
+    operation(hvd, loss)  # to be printed
+    assert a.grad.tolist() == [2, 2, 2]
+    operation(hvd, a)  # a leaf, as parameters are
+    operation(hvd, a[1:])
+    b = a * 2
+    operation(hvd, b.detach())
+    b.sum().backward()
+    c = a * 2
+    with torch.no_grad():
+        operation(hvd, c)
+    c.sum().backward()
+    assert a.grad.tolist() == [6, 6, 6]
