@@ -33,7 +33,8 @@ from bagua.common.running import World
 
 _world: World | None = None
 _exit_hook_installed = False
-_failure_at_stop: str | None = None
+_failure_at_stop: str | None = None  # of the last world
+_has_failed = False  # any world of this process
 _uncaught: BaseException | None = None
 
 
@@ -48,7 +49,7 @@ def init(
     `bagua.common.config.Config`. `process_sets` that are not in use yet are added, in either case;
     "dynamic", which Horovod needs for later ones, changes nothing.
     """
-    global _world, _exit_hook_installed
+    global _world, _exit_hook_installed, _failure_at_stop
     config = Config.resolve(**settings)
     if isinstance(process_sets, str):
         check_one_of("process_sets", process_sets, ["dynamic"])
@@ -64,6 +65,7 @@ def init(
     if comm is None:
         _refuse_torchrun()
     _world = World(communicator_of(comm), config)
+    _failure_at_stop = None  # which the program has survived
     _add_missing(process_sets or ())
 
 
@@ -84,12 +86,13 @@ def _refuse_other(config: Config, settings: dict[str, Any]) -> None:
 
 def shutdown() -> None:
     """Stops the engine; open requests fail. Every rank should call it; `init` may follow."""
-    global _world, _failure_at_stop
+    global _world, _failure_at_stop, _has_failed
     if _world is None:
         return
     stopping, _world = _world, None
     stopping.stop()
-    _failure_at_stop = _failure_at_stop or stopping.engine.failure()
+    _failure_at_stop = stopping.engine.failure()
+    _has_failed = _has_failed or _failure_at_stop is not None
 
 
 def world() -> World:
@@ -252,8 +255,8 @@ def _abandon() -> None:
 def _leave() -> None:
     """The one way out.
 
-    MPI_Finalize waits for every rank. After a failure, or when this rank ends by an exception and
-    the others do not know yet, that could be for ever, so it is skipped.
+    MPI_Finalize waits for every rank. After a failure, though it was survived, or when this rank
+    ends by an exception and the others do not know yet, that could be for ever, so it is skipped.
     """
     uncaught = _what_ends_this()
     failed = _failure_at_stop or (_world and _world.engine.failure())
@@ -267,12 +270,18 @@ def _leave() -> None:
     if uncaught is None and not failed and _failure_at_stop:  # others never shut down
         failed = _failure_at_stop
         report_verdict()
-    if _failure_at_stop is None and uncaught is None:
+    if not _has_failed and uncaught is None:
         return mpi.end()
     if failed and uncaught is None:
         print(f"bagua: this job failed: {failed}", file=sys.stderr)
     if mpi.ends_with_us() and (uncaught is not None or not failed):
         return None  # with the exit code that the program asked for
+    if not failed and uncaught is None:  # which code it asked for cannot be found out
+        print(
+            "bagua: this rank ends with exit code 1, since MPI_Finalize, which whoever started MPI "
+            "would call now, could wait for lost ranks; let bagua.init() start MPI",
+            file=sys.stderr,
+        )
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

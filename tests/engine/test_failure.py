@@ -511,10 +511,7 @@ say("again", bagua.size(), total())
     assert result.exit_code == 0, result
 
 
-def test_survivors_go_on_without_the_dead_rank(run):
-    result = run(
-        3,
-        """
+SURVIVES = """
 if me == 1:
     die()
 expect_error(lambda: bagua.allreduce(one()))
@@ -522,15 +519,31 @@ bagua.shutdown()
 survivors = [0, 2]
 bagua.init(survivors)
 say("total", int(bagua.allreduce(one(), op=bagua.Sum)[0]), "of", bagua.size())
-bagua.shutdown()
-meet(2)
-os._exit(0)
-""",
-        fault_tolerant=True,
-    )
+"""
+
+
+@pytest.mark.parametrize("end", ["", "bagua.shutdown()"])
+def test_survivors_go_on_without_the_dead_rank(run, end):
+    result = run(3, SURVIVES + end, fault_tolerant=True)
     for rank in (0, 2):
         assert "PeerError rank 1 (host" in result.stdout[rank], result
         assert "total 2 of 2" in result.stdout[rank], result
+        assert "bagua:" not in result.stderr[rank], result  # they have not failed
+
+
+def test_survivors_may_fail_as_well(run):
+    result = run(
+        3,
+        SURVIVES
+        + """
+meet(2)
+if me == 2:
+    die()
+expect_error(lambda: bagua.allreduce(one()))
+""",
+        fault_tolerant=True,
+    )
+    assert "bagua: this job failed: rank 1 (host" in result.stderr[0], result
 
 
 def test_rank_that_fails_before_init(run):

@@ -148,6 +148,28 @@ os._exit(int(sys.argv[1]))
     assert "exited with code 7" in err
 
 
+def test_the_engine_s_survivors_end_well_when_fault_tolerant():
+    program = """
+import signal, bagua, numpy as np
+bagua.init()
+try:
+    bagua.barrier()
+    if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+    bagua.barrier()
+except bagua.PeerError: bagua.shutdown()
+if sys.argv[1] == "go on":
+    bagua.init([0, 2])
+    print("total", bagua.allreduce(np.ones(1), op=bagua.Sum)[0])
+"""
+    result, out, err = run("-np", 3, "--fault-tolerant", *code(program), "go on")
+    assert result == 0, err
+    assert sorted(out.splitlines()) == ["[0] total 2.0", "[2] total 2.0"]
+    assert "this job failed" not in err
+    result, _, err = run("-np", 3, "--fault-tolerant", *code(program), "end")
+    assert result != 0
+    assert "this job failed: rank 1" in err
+
+
 def test_environment_and_settings_reach_the_ranks_and_our_own_variables_do_not():
     program = (
         "print({k: v for k, v in os.environ.items() if k.startswith('BAGUA_') or k == 'MINE'})"
