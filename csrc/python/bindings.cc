@@ -150,6 +150,7 @@ void translate(std::exception_ptr pointer) {
 
 PYBIND11_MODULE(_core, m) {
   py::register_exception_translator(translate);
+  release_no_more_at_exit();
   add_submit(m);
   add_handle_type(m);
   add_notice_type(m);

@@ -1,19 +1,31 @@
 #include "python/objects.h"
 
+#include <pthread.h>
+
 #include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <utility>
 
+#include "python/written.h"
+
 namespace bagua {
 namespace {
 
+// Its lock is the last that a thread takes, so forks may wait for it.
 class Graveyard {
  public:
+  static Graveyard& only() {
+    static Graveyard* yard = new Graveyard;  // outlives every engine, also at exit
+    return *yard;
+  }
+  // The main thread empties it between two steps of Python. It may never come there, and its list
+  // of calls may be full: then the next call of the engine does.
   void bury(PyObject* object) {
     std::lock_guard<std::mutex> lock(mutex_);
     objects_.push_back(object);
     any_.store(true, std::memory_order_relaxed);
+    if (!closed_ && !called_) called_ = Py_AddPendingCall(called, nullptr) == 0;
   }
   void release() {
     if (!any_.load(std::memory_order_relaxed)) return;
@@ -25,27 +37,53 @@ class Graveyard {
     }
     for (PyObject* object : objects) Py_DECREF(object);
   }
+  // Python ends, and may not be called any more.
+  void close() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    closed_ = true;
+  }
 
  private:
-  std::mutex mutex_;
+  Graveyard() {
+    ::pthread_atfork([] { only().mutex_.lock(); }, [] { only().mutex_.unlock(); },
+                     [] { only().begin_child(); });
+  }
+  // A child leaves them alone: they may be memory of a device, which it must not touch.
+  void begin_child() {
+    objects_.clear();
+    any_ = false;
+    closed_ = true;
+    mutex_.unlock();
+  }
+  static int called(void*) {
+    {
+      std::lock_guard<std::mutex> lock(only().mutex_);
+      only().called_ = false;
+    }
+    only().release();
+    tell_written();  // which keeps tensors, too
+    return 0;
+  }
+
+  std::mutex mutex_;  // of all but any_
   std::atomic<bool> any_{false};
+  bool called_ = false, closed_ = false;
   std::vector<PyObject*> objects_;
 };
-
-Graveyard& graveyard() {
-  static Graveyard* yard = new Graveyard;  // outlives every engine, also at exit
-  return *yard;
-}
 
 }  // namespace
 
 std::shared_ptr<void> keep(PyObject* object) {
   Py_INCREF(object);
   return std::shared_ptr<void>(object,
-                               [](void* p) { graveyard().bury(static_cast<PyObject*>(p)); });
+                               [](void* p) { Graveyard::only().bury(static_cast<PyObject*>(p)); });
 }
 
-void release_buried() { graveyard().release(); }
+void release_buried() { Graveyard::only().release(); }
+void release_no_more_at_exit() {
+  py::module_::import("atexit").attr("register")(
+      py::cpp_function([] { Graveyard::only().close(); }));
+}
 
 int64_t as_int(PyObject* object) {
   const int64_t value = PyLong_AsLongLong(object);

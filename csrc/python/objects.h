@@ -14,9 +14,11 @@ namespace bagua {
 namespace py = pybind11;
 
 // Keeps the object alive. Whoever lets go of it need not hold the GIL: the object then waits for
-// release_buried, so that the engine itself never takes the GIL.
+// the main thread, or for release_buried, so that the engine itself never takes the GIL.
 std::shared_ptr<void> keep(PyObject* object);
 void release_buried();
+// When Python ends, the engine's threads may still live. The module calls it when it is made.
+void release_no_more_at_exit();
 
 inline PyObject* new_ref(PyObject* object) {
   Py_INCREF(object);

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -30,6 +32,24 @@ def test_optimizers_are_collected(hvd):
     del model, optimizer
     gc.collect()
     assert [weight() for weight in weights] == [None] * 3
+
+
+@pytest.mark.parametrize("calling", ["main", "another"])
+def test_what_nobody_waits_for_is_given_back(hvd, calling):
+    def start() -> weakref.ref[torch.Tensor]:
+        tensor = torch.ones(20_000_000)
+        hvd.allreduce_async_(tensor, name=f"nobody waits, {calling}")
+        return weakref.ref(tensor)
+
+    if calling == "main":
+        left = start()
+    else:
+        with ThreadPoolExecutor(1) as thread:
+            left = thread.submit(start).result()
+    until = time.monotonic() + 30
+    while left() is not None:  # and the engine is not called
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_a_model_outlives_its_optimizer(hvd):
