@@ -294,7 +294,8 @@ if me == 1:
     waits = "rank 0 has shut down, and for {} s has waited for rank 1"
     assert "bagua[0] warning: " + waits.format(1) in result.stderr[0], result
     assert "bagua: this job failed: " + waits.format(3) in result.stderr[0], result
-    assert result.exit_code != 0 and not result.timed_out, result
+    assert result.exit_code != 0, result
+    assert not result.timed_out, result
 
 
 # ---- leaving -----------------------------------------------------------------------------------
