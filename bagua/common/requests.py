@@ -167,12 +167,18 @@ class Requests:
             tensors,
             tensors,
         )
-        if handle is not None:
-            return handle  # type: ignore[no-any-return]
-        scales = (prescale, postscale)
-        return self._write_back(
-            Kind.ALLREDUCE, tensors, name, process_set, urgency, op=op, scales=scales
-        )
+        if handle is None:
+            scales = (prescale, postscale)
+            handle = self._write_back(
+                Kind.ALLREDUCE, tensors, name, process_set, urgency, op=op, scales=scales
+            )
+        if getattr(tensors, "requires_grad", True):  # so has a list, perhaps
+            is_mean = op == ReduceOp.Average and prescale * postscale == 1
+            self._note_in_place(Kind.ALLREDUCE, tensors, is_mean)
+        return handle  # type: ignore[no-any-return]
+
+    def _note_in_place(self, kind: Kind, tensors: Any, is_mean: bool) -> None:
+        """Tensors whose values are being replaced; a mean is the same on all ranks."""
 
     def _broadcast(
         self,
@@ -196,7 +202,9 @@ class Requests:
         urgency: Urgency,
     ) -> Handle:
         root = self._root(name, process_set, root_rank)
-        return self._write_back(Kind.BROADCAST, tensors, name, process_set, urgency, root=root)
+        handle = self._write_back(Kind.BROADCAST, tensors, name, process_set, urgency, root=root)
+        self._note_in_place(Kind.BROADCAST, tensors, False)
+        return handle
 
     def _gather(
         self,

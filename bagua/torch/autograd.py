@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bagua.common.errors import UsageError
-from bagua.common.kinds import Average, Sum, Urgency
+from bagua.common.kinds import Average, Kind, Sum, Urgency
 from bagua.common.warn import warn
 from bagua.common.world import rank
 
@@ -142,8 +142,8 @@ class Reducescatter(torch.autograd.Function):
         return (None,) * 5 + _in_place_of(grads, results)
 
 
-def note_in_place(kind: str, tensors: Any, is_mean: bool) -> None:
-    """Operation `kind` replaces the values of a tensor, or of each of a list.
+def note_in_place(kind: Kind, tensors: Any, is_mean: bool) -> None:
+    """An operation replaces the values of a tensor, or of each of a list.
 
     Who only looks at them is right, as scripts do that average a loss in place to print it. Not so
     who runs backward through them, which is when this tells. Of a mean it warns: where all ranks go
@@ -158,10 +158,11 @@ def note_in_place(kind: str, tensors: Any, is_mean: bool) -> None:
             continue
 
         def tell(_: Any) -> None:
+            name = kind.name.lower()
             problem = (
-                f"backward goes through a tensor that {kind}_ has changed in place, of which "
+                f"backward goes through a tensor that {name}_ has changed in place, of which "
                 "autograd knows nothing, as if it had not been changed; use "
-                f"{kind}() without the underscore, or {kind}_(tensor.detach().clone()) to look at"
+                f"{name}() without the underscore, or {name}_(tensor.detach().clone()) to look at"
             )
             if not is_mean:
                 raise UsageError(problem)

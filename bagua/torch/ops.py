@@ -166,37 +166,9 @@ class TorchOperations(Operations):
             ).wait()
         return [compression.decompress(result, ctx) for result, ctx in zip(results, ctxs)]
 
-    def _reduce_(
-        self,
-        tensors: Any,
-        name: str | None,
-        average: bool | None,
-        op: ReduceOp | None,
-        prescale: float,
-        postscale: float,
-        process_set: ProcessSet,
-        urgency: Urgency,
-    ) -> Handle:
-        handle = super()._reduce_(
-            tensors, name, average, op, prescale, postscale, process_set, urgency
-        )
+    def _note_in_place(self, kind: Kind, tensors: Any, is_mean: bool) -> None:
         if torch.is_grad_enabled():
-            means = average or (average is None and op in (None, ReduceOp.Average))
-            autograd.note_in_place("allreduce", tensors, means and prescale * postscale == 1)
-        return handle
-
-    def _broadcast_(
-        self,
-        tensors: Any,
-        root_rank: int,
-        name: str | None,
-        process_set: ProcessSet,
-        urgency: Urgency,
-    ) -> Handle:
-        handle = super()._broadcast_(tensors, root_rank, name, process_set, urgency)
-        if torch.is_grad_enabled():
-            autograd.note_in_place("broadcast", tensors, False)
-        return handle
+            autograd.note_in_place(kind, tensors, is_mean)
 
     def sparse_allreduce_async(
         self,
