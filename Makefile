@@ -61,9 +61,10 @@ test-arm: $(STAMP)/tools googletest ## C++ tests of kernels, codecs and collecti
 	suites=$$(sed -nE 's/^TEST(_[FP])?\((\w+),.*/\2/p' tests/csrc/{kernel,codec,collective}/test_*.cc | sort -u | paste -sd '|')
 	$(call ctest,build/arm,RelWithDebInfo,,,$(ARM),-R "(^|/)($$suites)\.")
 
-# All but what rests on gradients being exchanged where they are, which those on a device are not.
+# All but what rests on gradients being exchanged where they are, which those on a device are not, and on
+# memory being given back before it is used again, which a device's is not.
 test-pretended: dev ## tests of the frontend whose tensors are taken for those of a device
-	@PRETEND_GPU=1 $(BIN)/python -m pytest tests/torch -k 'np2 and not late_contribution_elsewhere'
+	@PRETEND_GPU=1 $(BIN)/python -m pytest tests/torch -k 'np2 and not late_contribution_elsewhere and not nobody_waits_for'
 
 # All but what rests on ranks sharing a machine: those that share no memory count as a machine each.
 test-mpi: dev ## tests of the frontend whose ranks exchange everything by messages

@@ -34,7 +34,6 @@ def test_optimizers_are_collected(hvd):
     assert [weight() for weight in weights] == [None] * 3
 
 
-@pytest.mark.skipif("PRETEND_GPU" in os.environ, reason="a device looks when it is used again")
 @pytest.mark.parametrize("calling", ["main", "another"])
 def test_what_nobody_waits_for_is_given_back(hvd, calling):
     def start() -> weakref.ref[torch.Tensor]:
