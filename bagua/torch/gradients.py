@@ -271,7 +271,7 @@ class Gradients:
         # Before anybody waits, everything that this pass has gradients for is launched: another
         # rank may wait for any of it first. In one order, since the first time may wait, too.
         alive = [other for other in (ref() for ref in _by_task.pop(self._task, [])) if other]
-        alive = sorted(alive, key=lambda gradients: gradients.standing.number)
+        alive = sorted(alive, key=lambda gradients: gradients.standing.order)
         alive = [other for other in alive if not other._silent]
         if claims.contested:  # the result of one may be where another's gradient is
             for other in alive:

@@ -43,6 +43,12 @@ class Standing:
         self.withdrawn = False
         self._generations = itertools.count(1)
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """Among all optimizers of the job the same on every rank; numbers are a set's own."""
+        number = self.process_set.process_set_id
+        return -1 if number is None else number, self.number
+
     def name(self, what: str) -> str:
         return f"{self.prefix}.{what}"
 

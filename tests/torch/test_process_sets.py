@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 
 import pytest
 import torch
 from torch.testing import assert_close
+
+from bagua.torch import standing
 
 pytestmark = pytest.mark.ranks(3, 4)
 
@@ -154,3 +157,31 @@ def test_sets_given_to_an_init_of_a_running_world(everyone, hvd):
     hvd.init(process_sets="dynamic")
     with pytest.raises(ValueError, match=r"process_sets='dynamik' is unknown.* mean 'dynamic'"):
         hvd.init(process_sets="dynamik")
+
+
+def test_optimizers_of_overlapping_sets_share_a_backward(everyone, hvd, monkeypatch):
+    """In whatever order their gradients come. One rank counts its set's optimizers."""
+    rest = hvd.add_process_set(list(range(1, everyone.size)))
+    monkeypatch.setattr(standing, "_numbers", itertools.count(10**6 + (everyone.me == 0)))
+    models, numbers = [], []
+    for process_set in [hvd.global_process_set, rest][: 2 if everyone.me > 0 else 1]:
+        model = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = hvd.DistributedOptimizer(sgd, process_set=process_set)
+        numbers.append(optimizer._standing.number)
+        models.append((model, optimizer))
+    assert set(numbers) == {10**6 + 1}  # else the test is of nothing
+    for _ in range(2):
+        losses = [model(torch.full((1, 2), float(everyone.me))).sum() for model, _ in models]
+        if everyone.me == 1:  # the last is first in backward
+            losses = [model(torch.ones(1, 2)).sum() for model, _ in reversed(models)]
+        sum(losses).backward()
+        for _, optimizer in models:
+            optimizer.step()
+            optimizer.zero_grad()
+    ranks = [list(everyone.ranks), list(everyone.ranks)[1:]]
+    for (model, _), members in zip(models, ranks):
+        expected = 1 - 2 * 0.5 * sum(members) / len(members)
+        assert_close(model.weight.detach(), torch.full((1, 2), expected))
+    hvd.remove_process_set(rest)
