@@ -116,6 +116,10 @@ struct Job {
   // Reduces this many elements by the job's type and operation.
   void reduce(const Targets& targets, const void* const* srcs, int nsrcs, int64_t n,
               Finish finish) const;
+  // The same of 16-bit floats, not rounded, and times `factor`.
+  void reduce_wide(float* to, const void* const* srcs, int nsrcs, int64_t n, double factor) const;
+  // Rounds so many to 16 bits.
+  void narrow(void* to, const float* from, int64_t n) const;
 };
 
 // Work on more memory than that is done in parts, so that `touch` can look around in between.

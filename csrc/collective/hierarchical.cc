@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "collective/collective.h"
-#include "kernel/half.h"
 
 namespace bagua {
 namespace {
@@ -80,19 +79,10 @@ class NodeChunk {
   }
   // The same for 16-bit floats, without rounding, and times `share`.
   void reduce_wide(int64_t begin, int64_t count, float* to, double share) const {
-    constexpr int64_t kBlock = 1024;
-    float block[kBlock];
-    for (int64_t at = 0; at < count; at += kBlock) {
-      const int64_t n = std::min(kBlock, count - at);
-      const auto place = (begin + at) * static_cast<int64_t>(job_.item());
-      widen(job_.dtype, to + at, bases_[0] + place, n);
-      for (size_t i = 1; i < bases_.size(); ++i) {
-        widen(job_.dtype, block, bases_[i] + place, n);
-        const void* srcs[] = {to + at, block};
-        reduce(DType::kF32, job_.op, to + at, srcs, 2, n, {});
-      }
-      if (share != 1) scale(DType::kF32, to + at, n, share);
-    }
+    std::vector<const void*> srcs;
+    for (const char* base : bases_)
+      srcs.push_back(base + begin * static_cast<int64_t>(job_.item()));
+    job_.reduce_wide(to, srcs.data(), static_cast<int>(srcs.size()), count, share);
   }
 
   // The same elements out of my memory into everyone else's.
@@ -159,7 +149,7 @@ void lead(Job& job, Group& far, int leader, const Layout& layout, int64_t at, in
     chunk.reduce_here(slice.begin + begin, n);
   };
   across.arrived = [&](int64_t begin, int64_t n) {
-    if (wide) narrow(job.dtype, mine + begin * static_cast<int64_t>(job.item()), floats + begin, n);
+    if (wide) job.narrow(mine + begin * static_cast<int64_t>(job.item()), floats + begin, n);
     chunk.share(slice.begin + begin, n);
   };
   const Collective& row = choose_collective(OpKind::kAllreduce, across, job.between_nodes);

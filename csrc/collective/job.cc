@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "collective/collective.h"
+#include "kernel/half.h"
 
 namespace bagua {
 namespace {
@@ -10,6 +11,8 @@ namespace {
 constexpr int64_t kHelpedNbytes = 1 << 20;
 constexpr int64_t kFewRows = 4;
 constexpr int64_t kPieceNbytes = 128 << 10;
+// Rows of 16-bit floats that one of float32 is worth.
+constexpr int64_t kFloatRows = 2;
 // Rows whose pieces need no memory to be named.
 constexpr int kMostRows = 256;
 
@@ -61,6 +64,34 @@ void Job::reduce(const Targets& targets, const void* const* srcs, int nsrcs, int
     for (int i = 0; i < targets.count; ++i)
       to[i] = static_cast<char*>(targets.all[i]) + begin * step;
     bagua::reduce(dtype, op, {to, targets.count, targets.streamed}, from, nsrcs, count, finish);
+  });
+}
+
+void Job::reduce_wide(float* to, const void* const* srcs, int nsrcs, int64_t n,
+                      double factor) const {
+  // So many elements stay in L1 between one source and the next.
+  constexpr int64_t kBlock = 1024;
+  const auto step = static_cast<int64_t>(item());
+  divide(*this, n, step, nsrcs + kFloatRows, [&](int64_t begin, int64_t count) {
+    float block[kBlock];
+    for (int64_t at = begin; at < begin + count; at += kBlock) {
+      const int64_t part = std::min(kBlock, begin + count - at);
+      const auto source = [&](int i) { return static_cast<const char*>(srcs[i]) + at * step; };
+      widen(dtype, to + at, source(0), part);
+      for (int i = 1; i < nsrcs; ++i) {
+        widen(dtype, block, source(i), part);
+        const void* both[] = {to + at, block};
+        bagua::reduce(DType::kF32, op, to + at, both, 2, part, {});
+      }
+      if (factor != 1) scale(DType::kF32, to + at, part, factor);
+    }
+  });
+}
+
+void Job::narrow(void* to, const float* from, int64_t n) const {
+  const auto step = static_cast<int64_t>(item());
+  divide(*this, n, step, 1 + kFloatRows, [&](int64_t begin, int64_t count) {
+    bagua::narrow(dtype, static_cast<char*>(to) + begin * step, from + begin, count);
   });
 }
 

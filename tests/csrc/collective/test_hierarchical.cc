@@ -135,6 +135,21 @@ void reduce_halves(const std::vector<float>& numbers, int64_t count, ReduceOp op
             {0, 0, 1, 1});
 }
 
+// Of 24 bytes an element, 4 are for a leader's half of the sums as float32, and 3 for rounding it.
+TEST(HierarchicalHalves, AllThatIsTouchedCounts) {
+  constexpr int64_t kCount = 1 << 20;
+  with_jobs(4, DType::kF16,
+            [&](int, Job& job) {
+              std::vector<F16> data(kCount, to_f16(1));
+              job.data = reinterpret_cast<char*>(data.data());
+              job.count = kCount;
+              job.between_nodes = "ring";
+              hierarchical(job);
+              EXPECT_GE(job.group.work().touched_nbytes, 24 * kCount);
+            },
+            {0, 0, 1, 1});
+}
+
 // 2048 + 1 is no float16, so a sum that rounds each node's loses both ones.
 TEST(HierarchicalHalves, NamedRowsRoundOnce) {
   const std::vector<float> numbers = {2048, 1, 1, 0};
