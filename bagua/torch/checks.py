@@ -191,10 +191,11 @@ def check_parameters(
     name: str,
     process_set: ProcessSet,
     asks: bool = False,
+    wrong: str | None = None,
 ) -> bool:
     """Ranks whose models differ must hear so by name, before their numbers mix.
 
-    Whether any rank asks, while they are at it.
+    Whether any rank asks, while they are at it. What is wrong with one rank's is an error on all.
     """
     named = list(named)
     mine = [(of, dtype_name(p.dtype), tuple(p.shape), p.stride()) for of, p in named]
@@ -205,12 +206,32 @@ def check_parameters(
         problem = difference(first, mine, f"rank {root}", f"rank {world().rank}")
     devices = {device_of(param) for _, param in named if is_on_device(param)}
     gpus = {core.device_identity(device) for device in devices}
-    everyone = allgather_object((problem, gpus, asks), name, process_set)
+    everyone = allgather_object((problem, wrong, gpus, asks), name, process_set)
     for text, *_ in everyone:
         if text is not None:
             raise UsageError(f"parameters differ between ranks: {text}")
-    _check_gpus(zip(process_set.ranks, (theirs for _, theirs, _ in everyone)))
+    for _, text, *_ in everyone:
+        if text is not None:
+            raise UsageError(text)
+    _check_gpus(zip(process_set.ranks, (theirs for *_, theirs, _ in everyone)))
     return any(asked for *_, asked in everyone)
+
+
+def other_gradients(named: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """What is wrong with parameters that take no gradients of their own type. Newer torch has such.
+
+    An arena has the parameter's type, and its slots become the gradients.
+    """
+    for name, param in named:
+        wanted = getattr(param, "grad_dtype", None)
+        if wanted not in (None, param.dtype):
+            return (
+                f"{name} is {dtype_name(param.dtype)} and its grad_dtype {dtype_name(wanted)}, but "
+                "gradients are exchanged, and given back, in the parameter's type: leave "
+                "grad_dtype as it is, or keep the parameter in float32 and compute under "
+                "torch.autocast"
+            )
+    return None
 
 
 def _check_gpus(everyone: Iterable[tuple[int, set[bytes]]]) -> None:

@@ -19,7 +19,12 @@ from bagua.common.world import world
 from bagua.torch import lost, moments, safety
 from bagua.torch.bucket_plan import Plan
 from bagua.torch.buckets import Bucket, Watch
-from bagua.torch.checks import check_hyperparameters, check_parameters, hyperparameters
+from bagua.torch.checks import (
+    check_hyperparameters,
+    check_parameters,
+    hyperparameters,
+    other_gradients,
+)
 from bagua.torch.claims import claims
 from bagua.torch.grouping import Grouping
 from bagua.torch.loose import Loose
@@ -120,7 +125,7 @@ class Layout:
         named = [*((slot.name, slot.param) for slot in known), *fresh]
         name, group = f"{self._plan.prefix}.parameters", self._plan.process_set
         comes = any(param.grad is not None for _, param in fresh)
-        comes = check_parameters(named, name, group, asks=comes)
+        comes = check_parameters(named, name, group, comes, other_gradients(named))
         self.params, self._required = everything, [p.requires_grad for p in everything]
         for param in gone:
             self._drop(param)

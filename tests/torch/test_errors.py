@@ -113,6 +113,22 @@ def test_scales_that_are_no_finite_numbers(hvd):
     still_works(hvd, "scales")
 
 
+@pytest.mark.skipif(not hasattr(torch.ones(1), "grad_dtype"), reason="an older torch")
+def test_gradients_of_another_type(everyone, hvd):
+    """On one rank, which the others hear."""
+    param = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    sgd = torch.optim.SGD([param], lr=0.1)
+    param.grad_dtype = odd_one_out(everyone, torch.bfloat16, torch.float32)
+    with pytest.raises(
+        hvd.UsageError, match=r"weight is bfloat16 and its grad_dtype float32.*autoc"
+    ):
+        hvd.DistributedOptimizer(sgd, [("weight", param)])
+    param.grad_dtype = None  # whatever autograd makes, which is the parameter's
+    hvd.DistributedOptimizer(sgd, [("weight", param)])
+    param.sum().backward()
+    assert param.grad.tolist() == [1, 1, 1]
+
+
 def test_different_roots(everyone, hvd):
     with pytest.raises(hvd.HorovodInternalError, match="root"):
         hvd.broadcast(torch.ones(3), odd_one_out(everyone, 0, 1), name="roots")
