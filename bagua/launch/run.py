@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -31,6 +33,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read what we print has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        print(
+            f"bagua-run: {error.strerror}: this shell allows {most} in a process (ulimit -n), and "
+            "a job needs some for itself and for each rank; allow more, as by ulimit -n 1024",
+            file=sys.stderr,
+        )
+        return USAGE_CODE
 
 
 def _run(options: Options) -> int:

@@ -148,6 +148,23 @@ os._exit(int(sys.argv[1]))
     assert "exited with code 7" in err
 
 
+def test_too_few_files_are_told():
+    """Wherever bagua-run notices."""
+    for most in (6, 10, 12):
+        command = [sys.executable, "-m", "bagua.launch", "-np", "1", "true"]
+        result = subprocess.run(
+            ["sh", "-c", f'ulimit -n {most}; exec "$@"', "sh", *command],
+            env={**os.environ, "PYTHONPATH": str(SOURCE)},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        assert result.returncode == 2
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("bagua-run: Too many open files")
+        assert f"allows {most} in a process (ulimit -n)" in line
+
+
 def test_the_engine_s_survivors_end_well_when_fault_tolerant():
     program = """
 import signal, bagua, numpy as np
