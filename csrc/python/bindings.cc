@@ -60,6 +60,7 @@ std::shared_ptr<Engine> start_engine(uintptr_t communicator, SocketListener* lis
                                      const std::string& address, int rank, const py::dict& settings,
                                      const std::vector<std::string>& names) {
   const Config config = config_from(settings);
+  choose_device_anew();
   py::gil_scoped_release release;
   auto channel = listener ? listener->accept(config.start_timeout_s)
                           : connect_channel(address, rank, config.start_timeout_s);

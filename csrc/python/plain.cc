@@ -169,6 +169,8 @@ bool read_buffer(PyObject* object, Plain& plain) {
   return ok;
 }
 
+int only = kHost;  // this process's device, once a tensor has been on one
+
 PyObject* torch_tensor() {
   static PyObject* const type =
       py::module_::import("torch").attr("Tensor").cast<py::object>().release().ptr();
@@ -177,11 +179,13 @@ PyObject* torch_tensor() {
 
 }  // namespace
 
+void choose_device_anew() { only = kHost; }
+
 Device& any_device(int number) { return pretended ? *pretended : find_device(number); }
 
 Device& device_of(int number) {
   if (pretended) return *pretended;
-  static int only = number;
+  if (only == kHost) only = number;
   if (number != only)
     throw UsageError("a process has one GPU: this one began with cuda:" + std::to_string(only) +
                      ", and here is a tensor on cuda:" + std::to_string(number) +

@@ -36,8 +36,10 @@ bool is_exchangeable(PyObject* tensor);
 
 // A device to ask about.
 Device& any_device(int number);
-// The device of a tensor. There is one to a process: a UsageError tells of a second.
+// The device of a tensor. There is one to a process: a UsageError tells of a second, until the
+// process begins with another engine.
 Device& device_of(int number);
+void choose_device_anew();
 // The stream that torch, on this thread, gives work to.
 Device::Stream current_stream(const Device& device);
 // For tests: torch's tensors in the host's memory are taken for those of a pretended device, each

@@ -1,5 +1,6 @@
 """Finding NCCL where it is, and saying why not where it is not; which GPU a process has."""
 
+import os
 import subprocess
 import sys
 from ctypes.util import find_library
@@ -118,3 +119,30 @@ def test_nccl_s_own_variable(monkeypatch, text, shares):
     if text is not None:
         monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", text)
     assert nccl_shares_gpu() == shares
+
+
+TWO_DEVICES = """
+from bagua.common.core import core
+import bagua
+
+def refusal(number):
+    try:
+        core.nccl_memory(number, "", 8)
+    except bagua.UsageError as error:
+        return str(error)
+
+bagua.init()
+refusal(0)  # also where there is none
+assert "began with cuda:0, and here is a tensor on cuda:1" in refusal(1)
+bagua.init()
+assert "began with cuda:0" in refusal(1)
+bagua.shutdown()
+bagua.init()
+assert "began with" not in str(refusal(1))
+"""
+
+
+def test_a_process_may_have_another_gpu_after_another_init():
+    job = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "BAGUA_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(job)}
+    subprocess.run([sys.executable, "-c", TWO_DEVICES], env=clean, check=True)
