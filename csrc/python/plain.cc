@@ -169,7 +169,7 @@ bool read_buffer(PyObject* object, Plain& plain) {
   return ok;
 }
 
-int only = kHost;  // this process's device, once a tensor has been on one
+int chosen_device = kHost;  // this process's, once a tensor has been on one
 
 PyObject* torch_tensor() {
   static PyObject* const type =
@@ -179,17 +179,18 @@ PyObject* torch_tensor() {
 
 }  // namespace
 
-void choose_device_anew() { only = kHost; }
+void choose_device_anew() { chosen_device = kHost; }
 
 Device& any_device(int number) { return pretended ? *pretended : find_device(number); }
 
 Device& device_of(int number) {
   if (pretended) return *pretended;
-  if (only == kHost) only = number;
-  if (number != only)
-    throw UsageError("a process has one GPU: this one began with cuda:" + std::to_string(only) +
-                     ", and here is a tensor on cuda:" + std::to_string(number) +
-                     "; call torch.cuda.set_device(local_rank()) first, and start a rank for each");
+  if (chosen_device == kHost) chosen_device = number;
+  if (number != chosen_device)
+    throw UsageError(
+        "a process has one GPU: this one began with cuda:" + std::to_string(chosen_device) +
+        ", and here is a tensor on cuda:" + std::to_string(number) +
+        "; call torch.cuda.set_device(local_rank()) first, and start a rank for each");
   return find_device(number);
 }
 
