@@ -172,7 +172,7 @@ class Requests:
             handle = self._write_back(
                 Kind.ALLREDUCE, tensors, name, process_set, urgency, op=op, scales=scales
             )
-        if getattr(tensors, "requires_grad", True):  # so has a list, perhaps
+        if getattr(tensors, "requires_grad", True):  # a list does not say; its tensors are asked
             is_mean = op == ReduceOp.Average and prescale * postscale == 1
             self._note_in_place(Kind.ALLREDUCE, tensors, is_mean)
         return handle  # type: ignore[no-any-return]
