@@ -25,7 +25,11 @@ class Handle(Protocol):
 
 def poll(handle: Handle) -> bool:
     """Whether the operation is done; never blocks."""
-    return bool(_checked(handle).poll())
+    try:
+        ask = handle.poll
+    except AttributeError:
+        raise _no_handle(handle) from None
+    return ask()
 
 
 def synchronize(handle: Handle) -> Any:
@@ -33,10 +37,12 @@ def synchronize(handle: Handle) -> Any:
 
     An error of the operation is raised here; its name may then be used again.
     """
-    return _checked(handle).wait()
+    try:
+        wait = handle.wait
+    except AttributeError:
+        raise _no_handle(handle) from None
+    return wait()
 
 
-def _checked(handle: Any) -> Any:
-    if not hasattr(handle, "wait"):
-        raise UsageError(f"what an _async operation returned is needed, not {handle!r}")
-    return handle
+def _no_handle(other: Any) -> UsageError:
+    return UsageError(f"what an _async operation returned is needed, not {other!r}")

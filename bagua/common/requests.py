@@ -12,7 +12,7 @@ from bagua.common.core import core
 from bagua.common.errors import BaguaError, UsageError
 from bagua.common.handle import Handle
 from bagua.common.kinds import Kind, ReduceOp, Urgency
-from bagua.common.process_set import ProcessSet, checked
+from bagua.common.process_set import ProcessSet, checked, global_process_set
 from bagua.common.warn import warn
 from bagua.common.world import world
 
@@ -161,7 +161,7 @@ class Requests:
             -1,
             prescale,
             postscale,
-            checked(process_set)._id(),
+            0 if process_set is global_process_set else checked(process_set)._id(),
             (),
             urgency,
             tensors,
