@@ -11,11 +11,15 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+from bagua.common.core import core
 from bagua.common.errors import UsageError
 from bagua.common.handle import Handle
 from bagua.common.kinds import Kind, ReduceOp, Urgency
 from bagua.common.process_set import ProcessSet, checked, global_process_set
 from bagua.common.requests import Requests
+from bagua.common.world import world
+
+_ALLREDUCE = Kind.ALLREDUCE  # looked up hundreds of times a step
 
 
 class Operations(Requests):
@@ -51,10 +55,34 @@ class Operations(Requests):
         *,
         urgency: Urgency = Urgency.SOON,
     ) -> Handle:
-        """Like `allreduce_async`, in place."""
-        return self._reduce_(
-            tensor, name, average, op, prescale_factor, postscale_factor, process_set, urgency
+        """Like `allreduce_async`, in place. Of one array, or of a list as of one request."""
+        if average is not None or type(op) is not ReduceOp:
+            op = self.checked_op(_ALLREDUCE, name, process_set, op, average)
+        # The engine reads most tensors by itself, which is worth much when there are hundreds.
+        handle = core.submit(
+            world().engine,
+            _ALLREDUCE,
+            name or "",
+            tensor,
+            op,
+            -1,
+            prescale_factor,
+            postscale_factor,
+            0 if process_set is global_process_set else checked(process_set)._id(),
+            (),
+            urgency,
+            tensor,
+            tensor,
         )
+        if handle is None:
+            scales = (prescale_factor, postscale_factor)
+            handle = self._write_back(
+                Kind.ALLREDUCE, tensor, name, process_set, urgency, op=op, scales=scales
+            )
+        if getattr(tensor, "requires_grad", True):  # a list does not say; its tensors are asked
+            is_mean = op == ReduceOp.Average and prescale_factor * postscale_factor == 1
+            self._note_in_place(Kind.ALLREDUCE, tensor, is_mean)
+        return handle  # type: ignore[no-any-return]
 
     def allreduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """The reduction of `tensor` over all ranks of the set; Average unless `op` says otherwise.
@@ -96,9 +124,9 @@ class Operations(Requests):
         urgency: Urgency = Urgency.SOON,
     ) -> Handle:
         """Like `grouped_allreduce_async`, in place."""
-        own = list(tensors)
-        return self._reduce_(
-            own, name, average, op, prescale_factor, postscale_factor, process_set, urgency
+        scales = (prescale_factor, postscale_factor)
+        return self.allreduce_async_(
+            list(tensors), average, name, op, *scales, process_set, urgency=urgency
         )
 
     def grouped_allreduce(self, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:

@@ -12,11 +12,9 @@ from bagua.common.core import core
 from bagua.common.errors import BaguaError, UsageError
 from bagua.common.handle import Handle
 from bagua.common.kinds import Kind, ReduceOp, Urgency
-from bagua.common.process_set import ProcessSet, checked, global_process_set
+from bagua.common.process_set import ProcessSet, checked
 from bagua.common.warn import warn
 from bagua.common.world import world
-
-_ALLREDUCE = Kind.ALLREDUCE  # looked up hundreds of times a step
 
 
 def refuse_quietly(kind: Kind, name: str, process_set: ProcessSet, problem: str) -> None:
@@ -133,49 +131,10 @@ class Requests:
         process_set: ProcessSet,
         urgency: Urgency,
     ) -> Handle:
-        op, tensors = self.checked_op(_ALLREDUCE, name, process_set, op, average), list(tensors)
+        op, tensors = self.checked_op(Kind.ALLREDUCE, name, process_set, op, average), list(tensors)
         pairs = self._pairs(Kind.ALLREDUCE, tensors, name, process_set, self._beside)
         handle = self._submit(Kind.ALLREDUCE, pairs, name, process_set, urgency, op, scales=scales)
         return self._gives_new(handle, tensors, pairs)
-
-    def _reduce_(
-        self,
-        tensors: Any,
-        name: str | None,
-        average: bool | None,
-        op: ReduceOp | None,
-        prescale: float,
-        postscale: float,
-        process_set: ProcessSet,
-        urgency: Urgency,
-    ) -> Handle:
-        if average is not None or type(op) is not ReduceOp:
-            op = self.checked_op(_ALLREDUCE, name, process_set, op, average)
-        # The engine reads most tensors by itself, which is worth much when there are hundreds.
-        handle = core.submit(
-            world().engine,
-            _ALLREDUCE,
-            name or "",
-            tensors,
-            op,
-            -1,
-            prescale,
-            postscale,
-            0 if process_set is global_process_set else checked(process_set)._id(),
-            (),
-            urgency,
-            tensors,
-            tensors,
-        )
-        if handle is None:
-            scales = (prescale, postscale)
-            handle = self._write_back(
-                Kind.ALLREDUCE, tensors, name, process_set, urgency, op=op, scales=scales
-            )
-        if getattr(tensors, "requires_grad", True):  # a list does not say; its tensors are asked
-            is_mean = op == ReduceOp.Average and prescale * postscale == 1
-            self._note_in_place(Kind.ALLREDUCE, tensors, is_mean)
-        return handle  # type: ignore[no-any-return]
 
     def _note_in_place(self, kind: Kind, tensors: Any, is_mean: bool) -> None:
         """Tensors whose values are being replaced; a mean is the same on all ranks."""
