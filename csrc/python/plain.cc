@@ -52,23 +52,31 @@ constexpr ElementType kElementTypes[] = {
     {1, 8, DType::kU8},   {6, 8, DType::kBool},
 };
 
-// The table of a type, or null. Looked up once per type; types are kept alive by it.
-const DLExchange* exchange_of(PyTypeObject* type) {
-  static auto* known = new std::unordered_map<PyTypeObject*, const DLExchange*>;
-  const auto it = known->find(type);
-  if (it != known->end()) return it->second;
-  const DLExchange* table = nullptr;
+const DLExchange* table_of(PyTypeObject* type) {
   PyObject* capsule =
       PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__");
+  const DLExchange* table = nullptr;
   if (capsule)
     table = static_cast<DLExchange*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
   Py_XDECREF(capsule);
   PyErr_Clear();
   while (table && table->major != kMajor) table = table->older;
-  if (table && !table->tensor_from_object) table = nullptr;
-  Py_INCREF(type);
-  known->emplace(type, table);
-  return table;
+  return table && table->tensor_from_object ? table : nullptr;
+}
+
+// The table of a type, or null. Looked up once per type; types are kept alive by it. Hundreds of
+// tensors in a row are of one.
+const DLExchange* exchange_of(PyTypeObject* type) {
+  using Known = std::unordered_map<PyTypeObject*, const DLExchange*>;
+  static auto* known = new Known;
+  static Known::const_iterator last = known->end();
+  if (last != known->end() && last->first == type) return last->second;
+  last = known->find(type);
+  if (last == known->end()) {
+    Py_INCREF(type);
+    last = known->emplace(type, table_of(type)).first;
+  }
+  return last->second;
 }
 
 // A lazily negated tensor's memory does not hold its values; DLPack's table does not tell.
