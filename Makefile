@@ -27,7 +27,7 @@ ifneq ($(words $(CURDIR)),1)
 $(error the path of this clone, $(CURDIR), has a space, which MPI's compiler wrapper cannot cope with; move it)
 endif
 
-.PHONY: help dev demo test test-csrc test-python test-slow test-arm test-gpu sanitize-gpu test-mpi test-hosts test-pretended test-parallel lint format sanitize bench clean googletest
+.PHONY: help dev demo test test-csrc test-python test-slow test-arm test-gpu sanitize-gpu test-mpi test-hosts test-pretended test-parallel lint format sanitize sanitized bench clean googletest
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,7 +43,8 @@ demo: dev ## train a small model with 2 ranks (NP=n for another number) by three
 test: test-csrc test-python ## the tests: C++ over threads, Python over MPI processes
 
 test-csrc: $(STAMP)/tools googletest
-	@$(call ctest,build/csrc,RelWithDebInfo,)
+	@$(call build,build/csrc)
+	$(call ctest,build/csrc)
 
 test-python: dev
 	@$(BIN)/python -m pytest $(or $(PYTEST_ARGS),--ignore=tests/parallel -m 'not slow')
@@ -59,7 +60,8 @@ test-arm: $(STAMP)/tools googletest ## C++ tests of kernels, codecs and collecti
 	  exit 1
 	}
 	suites=$$(sed -nE 's/^TEST(_[FP])?\((\w+),.*/\2/p' tests/csrc/{kernel,codec,collective}/test_*.cc | sort -u | paste -sd '|')
-	$(call ctest,build/arm,RelWithDebInfo,,,$(ARM),-R "(^|/)($$suites)\.")
+	$(call build,build/arm,$(ARM))
+	$(call ctest,build/arm,-R "(^|/)($$suites)\.")
 
 # All but what rests on gradients being exchanged where they are, which those on a device are not, and on
 # memory being given back before it is used again, which a device's is not.
@@ -118,12 +120,16 @@ format: $(STAMP)/extension ## let ruff and clang-format rewrite the sources
 BETWEEN_OTHERS := ^Collectives/.*/([256]_.*|.*_(bfloat16|int32|int64))$$
 NOT_FOR_TSAN := $(BETWEEN_OTHERS)|^(Gpu)?Codecs|^Dots|^Half|^Reduce|^Stream|^Thin|_(bfloat16|float64|int32|int64)$$
 
-sanitize: $(STAMP)/tools googletest ## the C++ tests under AddressSanitizer+UBSan and ThreadSanitizer
-	@$(call ctest,build/asan,RelWithDebInfo,address$(comma)undefined,,,-E '$(BETWEEN_OTHERS)')
+sanitize: sanitized ## the C++ tests under AddressSanitizer+UBSan and ThreadSanitizer
+	@$(call ctest,build/asan,-E '$(BETWEEN_OTHERS)')
 	unshuffled="setarch $$(uname -m) -R"
 	$$unshuffled true 2>/dev/null || unshuffled=
 	export TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1
-	$(call ctest,build/tsan,RelWithDebInfo,thread,$$unshuffled,,-E '$(NOT_FOR_TSAN)')
+	$(call ctest,build/tsan,-E '$(NOT_FOR_TSAN)',$$unshuffled)
+
+sanitized: $(STAMP)/tools googletest
+	@$(call build,build/asan,-DBAGUA_SANITIZE=address$(comma)undefined)
+	$(call build,build/tsan,-DBAGUA_SANITIZE=thread)
 
 bench: dev ## measure against the peers that are importable, and draw time against size
 	@$(PIP) -e '.[bench]' --no-build-isolation
@@ -137,14 +143,18 @@ clean: ## remove what was built, but not the environment
 ARM := -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
   -DCMAKE_CROSSCOMPILING_EMULATOR='qemu-aarch64;-L;/usr/aarch64-linux-gnu'
 
-# Configure, build and run the C++ tests: (directory, build type, sanitizers, prefix of ctest, more
-# for cmake, more for ctest).
+# Configures and builds the C++ tests: (directory, more for cmake).
 comma := ,
+define build
+export PATH="$(abspath $(BIN)):$$PATH"
+cmake -S . -B $(1) -GNinja -DBAGUA_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo $(2) >/dev/null
+cmake --build $(1)
+endef
+
+# Runs them: (directory, more for ctest, prefix).
 define ctest
 export PATH="$(abspath $(BIN)):$$PATH"
-cmake -S . -B $(1) -GNinja -DBAGUA_TESTS=ON -DCMAKE_BUILD_TYPE=$(2) -DBAGUA_SANITIZE=$(3) $(5) >/dev/null
-cmake --build $(1)
-$(4) ctest --test-dir $(1) --output-on-failure --no-tests=error --parallel 2 $(6)
+$(3) ctest --test-dir $(1) --output-on-failure --no-tests=error --parallel 2 $(2)
 endef
 
 $(STAMP)/venv:
