@@ -273,10 +273,10 @@ def find(algorithm: str | Algorithm) -> Algorithm:
         )
     if algorithm in _REGISTRY:
         return _REGISTRY[algorithm]()
-    if algorithm in CODECS:
+    if (codec := algorithm.lower()) in CODECS:
         raise UsageError(
-            f"{algorithm!r} is a codec, which algorithms combine with other choices: give "
-            f"bagua.algorithms.Algorithm(codec={algorithm!r}) in the script"
+            f"{codec!r} is a codec, which algorithms combine with other choices: give "
+            f"bagua.algorithms.Algorithm(codec={codec!r}) in the script"
         )
     hint = nearest(algorithm, _REGISTRY) or (
         "; one of the script's own must be registered before DistributedOptimizer is made"

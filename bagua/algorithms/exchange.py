@@ -151,6 +151,16 @@ class Exchange:
             self.what != "grad" or self.op != ReduceOp.Average or self.low_rank
         ):
             raise UsageError("momentum_correction is for averages of gradients, without low_rank")
+        if self.what != "delta" and (self.outer_lr != 1 or self.outer_momentum):
+            raise UsageError(
+                f"outer_lr={self.outer_lr} and outer_momentum={self.outer_momentum} are for steps "
+                f"by what='delta', and would do nothing with {self.what!r}; use 1.0 and 0.0 there"
+            )
+        if self.when != "background" and self.sync_interval_ms:
+            raise UsageError(
+                f"sync_interval_ms={self.sync_interval_ms} is for when='background', and would do "
+                f"nothing with {self.when!r}, which counts steps: use every=, and 0 for this"
+            )
         if not self.outer_lr > 0:
             raise UsageError(f"outer_lr is above 0, not {self.outer_lr}")
         if not 0 <= self.outer_momentum < 1:

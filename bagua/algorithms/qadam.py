@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from bagua.algorithms.algorithm import Algorithm, register
+from bagua.common.errors import UsageError
 
 
 @register
@@ -19,3 +20,10 @@ class QAdam(Algorithm):
     error_feedback: bool | None = True
     warmup_steps: int = 100
     name: ClassVar[str] = "qadam"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.what != "momentum":
+            raise UsageError(f"qadam is what='momentum'; for {self.what!r} give another algorithm")
+        if self.warmup_steps < 1:
+            raise UsageError("qadam needs a warm-up, warmup_steps=1 or more, to learn the variance")

@@ -250,11 +250,12 @@ def allowed(setting: Field[Any]) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for a name misspelt or cut short, or nothing when none is near."""
-    known = list(known)
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    by_lower = {other.lower(): other for other in known}
+    lower = name.lower()
+    found = difflib.get_close_matches(lower, by_lower, n=1, cutoff=0.6)
     if not found and len(name) >= _SHORTEST:
-        found = sorted((other for other in known if name in other), key=lambda o: o.find(name))
-    return f"; did you mean {found[0]!r}?" if found else ""
+        found = sorted((o for o in by_lower if lower in o), key=lambda o: o.find(lower))
+    return f"; did you mean {by_lower[found[0]]!r}?" if found else ""
 
 
 def check_one_of(what: str, value: Any, known: Iterable[str]) -> None:

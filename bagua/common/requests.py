@@ -40,6 +40,7 @@ class Requests:
         root: int = -1,
         scales: tuple[float, float] = (1.0, 1.0),
         splits: Sequence[int] = (),
+        codec: str = "",
     ) -> Handle:
         """One request over (input, output) pairs; the engine allocates where output is None."""
         describe = self._arrays.describe
@@ -61,6 +62,7 @@ class Requests:
             urgency,
             pairs,
             None,
+            codec,
         )
 
     def refuse(

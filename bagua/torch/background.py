@@ -62,6 +62,9 @@ class Background(BetweenSteps):
                 where = f"{name} ({piece.name}) on rank {world().rank}"
                 warn(f"step {self._step}: NaN or Inf in {where}, which is about to be averaged")
 
+    def _layout(self) -> tuple[int, int]:
+        return 0, 0  # each rank is at a step of its own
+
     def _drop(self) -> None:
         self._given = []
         super()._land()

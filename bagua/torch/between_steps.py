@@ -296,7 +296,11 @@ class BetweenSteps:
             }
             for what, flats in self._kept().items()
         }
-        return {"identity": mine, "layout": (self._step, self.rounds), "values": values}
+        return {"identity": mine, "layout": self._layout(), "values": values}
+
+    def _layout(self) -> tuple[int, int]:
+        """What is the same on all ranks: steps, and exchanges."""
+        return self._step, self.rounds
 
     def load_state(self, loaded: dict[str, Any] | None, step: int) -> None:
         """It is taken up before the next step, where all ranks are."""

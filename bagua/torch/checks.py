@@ -31,12 +31,16 @@ from bagua.torch.own import is_own, is_own_of_mean
 def check_algorithm(
     algorithm: Algorithm,
     steps: int,
+    in_step: bool,
     of_gradients: dict[str, Any],
     names: Mapping[torch.Tensor, str],
     name: str,
     process_set: ProcessSet,
-) -> None:
-    """Ranks that communicate in other ways, or from another step on, must hear so by name."""
+) -> int:
+    """Ranks that communicate in other ways, or from another step on, must hear so by name.
+
+    Those that were not `in_step` go on where the first of them is: after so many steps.
+    """
     compression, op = of_gradients["compression"], of_gradients["op"]
     compresses = compression.custom or compression.wire_dtype is not None
     plain = algorithm.codec == "raw" and not algorithm.low_rank
@@ -56,7 +60,7 @@ def check_algorithm(
             raise UsageError(
                 f"algorithms differ between ranks: {first} on rank {root}, {theirs} on rank {rank}"
             )
-        if their_steps != first_steps:
+        if in_step and their_steps != first_steps:
             raise UsageError(
                 f"ranks change to {first} at different steps: after {first_steps} with the one "
                 f"before on rank {root}, after {their_steps} on rank {rank}"
@@ -70,6 +74,7 @@ def check_algorithm(
             raise UsageError(
                 f"{what} differs between ranks: {a} on rank {root}, {b} on rank {rank}"
             )
+    return max(their_steps for _, their_steps, *_ in everyone)
 
 
 def check_hyperparameters(

@@ -34,6 +34,18 @@ def resolved(choice: Choice, optimizer: Any) -> Algorithm:
     return found
 
 
+def with_codec(algorithm: Algorithm, compression: Any) -> Algorithm:
+    """The algorithm, and the codec of `compression=`, if it is one."""
+    codec = getattr(compression, "codec", "")
+    if not codec:
+        return algorithm
+    kind = type(algorithm)
+    plain = kind.plan is Algorithm.plan and kind.of is Algorithm.of and kind.at is Algorithm.at
+    if not plain or algorithm.what != "grad" or algorithm.codec != "raw" or algorithm.low_rank:
+        raise UsageError(f"compression={compression!r} is a codec; leave it out with {algorithm!r}")
+    return replace(algorithm, codec=codec)
+
+
 def tell_what_is_overruled(by: Choice, chosen: Algorithm, process_set: ProcessSet) -> None:
     wanted = world().config.algorithm
     same = isinstance(by, (str, Algorithm)) and find(by) == find(wanted)

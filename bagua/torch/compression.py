@@ -1,4 +1,4 @@
-"""Compression of tensors before they are exchanged: casts, and whatever a user subclasses."""
+"""Compression of tensors that are exchanged: casts, codecs, and whatever a user subclasses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from bagua.algorithms.exchange import CODECS
+from bagua.algorithms.exchange import CODECS, Exchange
 from bagua.common.errors import UsageError
 
 
@@ -19,8 +19,9 @@ class Compressor:
     """
 
     wire_dtype: ClassVar[torch.dtype | None] = None
-    # False for those below, which a bucket carries out by itself as a cast to `wire_dtype`.
+    # False for those below, which a bucket carries out by itself: a cast, or a codec.
     custom: ClassVar[bool] = True
+    codec: str = ""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -81,19 +82,50 @@ class BF16Compressor(_CastCompressor):
     wire_dtype = torch.bfloat16
 
 
+class CodecCompressor(Compressor):
+    """A wire format of the engine, which encodes and decodes while it reduces.
+
+    In a `DistributedOptimizer` it is that of the algorithm, with error feedback where it needs it.
+    """
+
+    custom = False
+
+    def __init__(self, codec: str) -> None:
+        self.codec = codec
+
+    @property
+    def wire(self) -> str:
+        """As the engine wants to hear of it."""
+        return Exchange(codec=self.codec).wire
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:  # type: ignore[override]
+        if not tensor.is_floating_point():
+            raise UsageError(f"{self!r} is for floats, not {str(tensor.dtype).split('.')[-1]}")
+        return tensor.float() if tensor.dtype == torch.float64 else tensor, tensor.dtype
+
+    def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:  # type: ignore[override]
+        return tensor.to(ctx)
+
+    def __repr__(self) -> str:
+        return f"Compression.{self.codec}"
+
+
 class _Choices(type):
     def __getattr__(cls, name: str) -> Any:
         """Only for what is missing."""
+        if name == "raw":
+            return NoneCompressor
         if name in CODECS:
-            raise AttributeError(
-                "Compression has casts only; codecs belong to algorithms: "
-                f"DistributedOptimizer(..., algorithm=bagua.algorithms.ByteGrad(codec={name!r}))"
-            )
-        raise AttributeError(f"there is no Compression.{name}; there are none, fp16 and bf16")
+            return CodecCompressor(name)
+        known = ", ".join(["none", *CODECS[1:]])
+        raise AttributeError(f"there is no Compression.{name}; there are {known}")
+
+    def __dir__(cls) -> list[str]:
+        return [*super().__dir__(), *CODECS]
 
 
 class Compression(metaclass=_Choices):
-    """The compressors to choose from."""
+    """The compressors to choose from: none, and every codec by its name."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
@@ -104,8 +136,8 @@ def checked(compression: Any, needs: Sequence[str] = ("compress", "decompress"))
     """It, if it is a compressor."""
     if all(hasattr(compression, name) for name in needs):
         return compression
-    known = isinstance(compression, str) and compression in ("none", "fp16", "bf16")
-    remedy = f"Compression.{compression}" if known else "Compression.none, fp16 or bf16"
+    known = isinstance(compression, str) and compression in ("none", *CODECS)
+    remedy = f"Compression.{compression}" if known else "Compression.none, fp16 or another of them"
     raise UsageError(
         f"compression={compression!r} is no compressor; give {remedy}, or a subclass of Compressor"
     )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from bagua.common import world
+from bagua.common.errors import UsageError
 from bagua.common.handle import Handle, poll, synchronize
 from bagua.common.kinds import Kind, ReduceOp, Urgency
 from bagua.common.operations import Operations
@@ -60,12 +61,14 @@ class TorchOperations(Operations):
     ) -> list[Any]:
         """The reductions of several tensors, exchanged as one request. Differentiable."""
         op = self.checked_op(Kind.ALLREDUCE, name, process_set, op, average)
-        wire, ctxs = _compressed(compression, tensors)
+        wire, ctxs = self._compressed(Kind.ALLREDUCE, name, process_set, compression, tensors)
         scales = (prescale_factor, postscale_factor)
+        codec = getattr(compression, "codec", "")
+        ops = _Coded(self, compression.wire) if codec else self
         if _tracked(*wire):
-            results = autograd.Allreduce.apply(self, name, op, scales, process_set, *wire)
+            results = autograd.Allreduce.apply(ops, name, op, scales, process_set, *wire)
         else:
-            results = self.grouped_allreduce_async(
+            results = ops.grouped_allreduce_async(
                 wire, None, name, op, *scales, process_set, urgency=Urgency.WAITED
             ).wait()
         return [compression.decompress(result, ctx) for result, ctx in zip(results, ctxs)]
@@ -157,7 +160,10 @@ class TorchOperations(Operations):
         """`reducescatter` of several tensors, exchanged as one request. Differentiable."""
         op = self.checked_op(Kind.REDUCESCATTER, name, process_set, op)
         scales = (prescale_factor, postscale_factor)
-        wire, ctxs = _compressed(compression, tensors)
+        kind = Kind.REDUCESCATTER
+        if getattr(compression, "codec", ""):
+            self.refuse(kind, name, process_set, f"{compression!r} is for allreduces")
+        wire, ctxs = self._compressed(kind, name, process_set, compression, tensors)
         if _tracked(*wire):
             results = autograd.Reducescatter.apply(self, name, op, scales, process_set, *wire)
         else:
@@ -165,6 +171,22 @@ class TorchOperations(Operations):
                 wire, name, op, process_set, *scales, urgency=Urgency.WAITED
             ).wait()
         return [compression.decompress(result, ctx) for result, ctx in zip(results, ctxs)]
+
+    def _compressed(
+        self,
+        kind: Kind,
+        name: str | None,
+        process_set: ProcessSet,
+        compression: Any,
+        tensors: Tensors,
+    ) -> tuple[list[Any], list[Any]]:
+        """What to exchange, and what decompress needs to know of each."""
+        compression = checked(compression)
+        try:
+            pairs = [compression.compress(tensor) for tensor in tensors]
+        except UsageError as problem:
+            self.refuse(kind, name, process_set, str(problem))
+        return [wire for wire, _ in pairs], [ctx for _, ctx in pairs]
 
     def _note_in_place(self, kind: Kind, tensors: Any, is_mean: bool) -> None:
         if torch.is_grad_enabled():
@@ -188,11 +210,35 @@ def _tracked(*tensors: Any) -> bool:
     )
 
 
-def _compressed(compression: Any, tensors: Tensors) -> tuple[list[Any], list[Any]]:
-    """What to exchange, and what decompress needs to know of each."""
-    compression = checked(compression)
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    return [wire for wire, _ in pairs], [ctx for _, ctx in pairs]
+class _Coded:
+    """Allreduces through a codec. What encoding loses is lost; gradients are exact."""
+
+    def __init__(self, ops: TorchOperations, codec: str) -> None:
+        self.grouped_allreduce = ops.grouped_allreduce
+        self._submit, self._codec = ops._submit, codec
+
+    def grouped_allreduce_async(
+        self,
+        tensors: Tensors,
+        average: bool | None,
+        name: str | None,
+        op: ReduceOp,
+        prescale_factor: float,
+        postscale_factor: float,
+        process_set: ProcessSet,
+        urgency: Urgency,
+    ) -> Handle:
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        scales = (prescale_factor, postscale_factor)
+        pairs = [(flat, flat)]
+        handle = self._submit(
+            Kind.ALLREDUCE, pairs, name, process_set, urgency, op, scales=scales, codec=self._codec
+        )
+        pieces = flat.split([tensor.numel() for tensor in tensors])
+        handle.finish = lambda _: [
+            piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors)
+        ]
+        return handle
 
 
 def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:

@@ -55,7 +55,8 @@ class DistributedOptimizer(Wrapped):
     Args:
         optimizer: the optimizer to wrap; it keeps its state.
         named_parameters: `model.named_parameters()`, for names in messages; optional.
-        compression: `Compression.fp16` or `bf16` halve the bytes of fp32 gradients.
+        compression: `Compression.fp16` or `bf16` halve the bytes of fp32 gradients; other codecs
+            are those of algorithms, where they have more to choose from.
         backward_passes_per_step: gradients of so many passes are summed before the exchange.
         op: Average, Sum, Adasum, Min, Max or Product; Average if not given.
         gradient_predivide_factor: with Average, divide by it before the sum and the rest after.
@@ -108,7 +109,7 @@ class DistributedOptimizer(Wrapped):
         self._passes = checked_passes(backward_passes_per_step)
         self._standing = Standing(process_set)
         self._replicas = safety.Replicas()
-        self._algorithm = self._checked(algorithm or world().config.algorithm)
+        self._algorithm, _ = self._checked(algorithm or world().config.algorithm, True)
         if algorithm is not None:
             choice.tell_what_is_overruled(algorithm, self._algorithm, self._process_set)
         choice.tell_what_is_exact(self._algorithm, self._process_set)
@@ -223,9 +224,11 @@ class DistributedOptimizer(Wrapped):
         """
         self._catch_up()
         self._standing.check()
-        wanted = self._checked(algorithm)
+        wanted, steps = self._checked(algorithm, self._algorithm.when != "background")
         if at_step(wanted, 0).what in ("grad", "momentum") and self.unscales:
             self._scaling.refuse_different(self._standing.name("overflows"), self._process_set)
+        self._step = self._since + steps  # where each rank had gone at its own pace
+        self._replicas.go_to(self._step)
         before = self._algorithm, self._since, self._resting
         self._algorithm, self._since, self._resting = wanted, self._step, False
         try:
@@ -272,20 +275,20 @@ class DistributedOptimizer(Wrapped):
         if isinstance(self._driver, Background):
             self._driver.resting = resting
 
-    def _checked(self, algorithm: Choice) -> Algorithm:
+    def _checked(self, algorithm: Choice, in_step: bool) -> tuple[Algorithm, int]:
+        """It, and after how many steps with the one before all ranks go on with it."""
         found = choice.resolved(algorithm, self.inner)
+        found = choice.with_codec(found, self._of_gradients["compression"])
         fold_of(self.inner, found)  # is an error now and not after a warm-up
-        # In the background every rank goes at its own pace.
-        in_step = self._step > 0 and self._algorithm.when != "background"
-        steps = self._step - self._since if in_step else 0
+        steps = self._step - self._since
         names = checked_names(self.inner, self._named)
         settings = {**self._of_gradients, "backward_passes_per_step": self._passes}
         name, group = self._standing.name, self._process_set
-        check_algorithm(found, steps, settings, names, name("algorithm"), group)
+        steps = check_algorithm(found, steps, in_step, settings, names, name("algorithm"), group)
         choice.tell_what_matches_nothing(found, names.values(), group)
         op: Any = self._of_gradients["op"]
         check_own([(of, param) for param, of in names.items()], found, op, name("own"), group)
-        return found
+        return found, steps
 
     def _driver_of(self, algorithm: Algorithm) -> Driver:
         if algorithm.what in ("grad", "momentum"):
@@ -375,7 +378,8 @@ class DistributedOptimizer(Wrapped):
         kept_now = self._loaded
         if kept_now is None and not self._standing.withdrawn:
             kept_now = self._driver.state()
-        if kept_now is None and not self._algorithm.changes:
+        counts = self._algorithm.changes or isinstance(self._driver, BetweenSteps)
+        if kept_now is None and not counts:
             return {}
         return {kept.KEY: {"step": self._step, "since": self._since, "kept": kept_now}}
 

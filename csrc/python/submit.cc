@@ -5,6 +5,7 @@
 #include <cmath>
 #include <utility>
 
+#include "codec/codec.h"
 #include "engine/engine.h"
 #include "python/handle.h"
 #include "python/plain.h"
@@ -119,12 +120,12 @@ void begin_here(Request& request) {
 
 constexpr const char* kSubmitDoc =
     "submit(engine, kind, name, tensors, op, root, prescale, postscale, set, splits, urgency, "
-    "owner, result): starts an operation; returns its Handle, or None if a tensor has to be "
-    "described first.";
+    "owner, result, codec=''): starts an operation; returns its Handle, or None if a tensor has to "
+    "be described first.";
 
 PyObject* submit(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    if (count != 13) throw py::type_error("submit takes 13 arguments");
+    if (count != 13 && count != 14) throw py::type_error("submit takes 13 arguments, or a codec");
     release_buried();
     auto engine = py::cast<std::shared_ptr<Engine>>(py::handle(args[0]));
     auto request = std::make_shared<Request>();
@@ -136,6 +137,8 @@ PyObject* submit(PyObject*, PyObject* const* args, Py_ssize_t count) {
     choose(*request, "root_rank", [&] { d.root = as_number(args[5], "root"); });
     read_scales(*request, args[6], args[7]);
     choose(*request, "splits", [&] { request->splits = as_ints(args[9]); });
+    if (count == 14) d.codec = as_string(args[13]);
+    if (!d.codec.empty()) parse_coding(d.codec);
     if (!add_tensors(*request, args[3])) return new_ref(Py_None);
     if (d.kind == OpKind::kAddProcessSet) d.layout = request->splits;
     d.on_device =

@@ -103,6 +103,12 @@ def test_names_far_off_are_not_suggested():
     assert nearest("fp", ["bf16", "fp8_e4m3"]) == ""
 
 
+def test_names_in_other_letters_are_known():
+    assert nearest("SIGN1", ["sign1", "topk"]) == "; did you mean 'sign1'?"
+    assert nearest("bytegrad", ["ByteGrad"]) == "; did you mean 'ByteGrad'?"
+    assert nearest("ASYNC", ["async_model_average"]) == "; did you mean 'async_model_average'?"
+
+
 def test_names_cut_short_are_completed():
     assert nearest("low_precision", ["low_precision_decentralized"]) != ""
     assert nearest("fp8", ["bf16", "fp8_e4m3"]) == "; did you mean 'fp8_e4m3'?"

@@ -24,6 +24,7 @@ from bagua.algorithms import (
     LocalSGD,
     LowPrecisionDecentralized,
 )
+from bagua.common.world import world
 from bagua.torch import outer
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
@@ -779,6 +780,70 @@ def test_ranks_change_at_the_same_step(everyone, hvd):
         with pytest.raises(hvd.UsageError, match=words):
             optimizer.set_algorithm("diloco")
         assert optimizer.algorithm == LocalSGD(every=4)
+
+
+AFTER = [
+    LocalSGD(every=4),
+    DiLoCo(every=3),
+    Decentralized(every=3, peers="ring", hierarchical=False),
+    "low_precision_decentralized",
+    "gradient_allreduce",
+    AsyncModelAverage(warmup_steps=3),
+]
+
+
+@pytest.mark.parametrize("algorithm", AFTER, ids=repr)
+def test_ranks_that_went_at_their_own_pace_go_on_in_step(everyone, hvd, algorithm, monkeypatch):
+    monkeypatch.setattr(
+        world(), "config", dataclasses.replace(world().config, check_replicas_every=5)
+    )
+    apart = AsyncModelAverage(sync_interval_ms=0.0)
+    replica, optimizer = real(everyone, hvd, "sgd", apart, 2 + 3 * everyone.me)
+    optimizer.set_algorithm(algorithm)
+    assert set(hvd.allgather_object(optimizer.progress)) == {(3 * everyone.size - 1,) * 2 + (0,)}
+    for step in range(9):
+        optimizer.zero_grad()
+        replica.backward(step)
+        optimizer.step()
+    optimizer.settle()
+    assert optimizer.consensus_distance() < 1e-12
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_ranks_that_went_at_their_own_pace_resume_with_their_own_weights(everyone, hvd, steps):
+    apart = AsyncModelAverage(sync_interval_ms=1e9)
+    replica, optimizer = real(everyone, hvd, "momentum", apart, steps + everyone.me)
+    state = copy.deepcopy((values([replica])[0], optimizer.state_dict()))
+    replica = Replica(everyone.me, "momentum")
+    put(replica, state[0])
+    optimizer = hvd.DistributedOptimizer(replica.optimizer, algorithm=apart)
+    optimizer.load_state_dict(state[1])
+    assert optimizer.progress[0] == steps + everyone.me
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.pause()
+    replica.backward(steps)
+    optimizer.step()
+    if steps:  # else not all had begun, and the first rank's are everybody's
+        assert all(torch.equal(p, value) for p, value in zip(replica.params, state[0]))
+    optimizer.settle()
+
+
+@pytest.mark.parametrize("algorithm", RESUMABLE[1:], ids=repr)
+def test_a_checkpoint_between_a_change_and_the_next_step(everyone, hvd, algorithm):
+    """What counts steps goes on counting."""
+    replica, optimizer = real(everyone, hvd, "momentum", "gradient_allreduce", 3)
+    optimizer.set_algorithm(algorithm)
+    state = copy.deepcopy((values([replica])[0], optimizer.state_dict()))
+    again = Replica(everyone.me, "momentum")
+    put(again, state[0])
+    resumed = hvd.DistributedOptimizer(again.optimizer, algorithm=algorithm)
+    resumed.load_state_dict(state[1])
+    for step in range(3, 9):
+        for each, its in ((replica, optimizer), (again, resumed)):
+            its.zero_grad()
+            each.backward(step)
+            its.step()
+        assert all(torch.equal(a, b) for a, b in zip(replica.params, again.params))
 
 
 def test_an_algorithm_that_is_refused_changes_nothing(everyone, hvd):

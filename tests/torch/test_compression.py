@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from bagua.algorithms import Algorithm
+from bagua.algorithms.exchange import CODECS, LOSSY
 from bagua.common.world import world
 
 pytestmark = pytest.mark.ranks(1, 3)
@@ -55,6 +57,75 @@ def test_wide_floats_come_back_wide(everyone, hvd, name):
     tensors = everyone.draw((50,), torch.complex64)
     result = hvd.allreduce(tensors[everyone.me], compression=compression)
     assert_close(result, everyone.reduced(tensors, hvd.Average))
+
+
+WITHIN = {"minmax_u8": 0.02, "minmax_u4": 0.2, "fp8_e4m3": 0.06}  # of the largest value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_codec_carries_an_allreduce(everyone, hvd, codec, dtype):
+    compression = getattr(hvd.Compression, codec)
+    tensors = [tensor.to(dtype) for tensor in everyone.draw((300, 7), torch.float32)]
+    mine, expected = tensors[everyone.me], everyone.reduced(tensors, hvd.Average)
+    before, sent = mine.clone(), [hvd.counters()["sent_nbytes"]]
+    result = hvd.allreduce(mine, compression=compression)
+    sent.append(hvd.counters()["sent_nbytes"])
+    assert torch.equal(mine, before)
+    assert (result.shape, result.dtype) == (mine.shape, dtype)
+    assert all(torch.equal(result, theirs) for theirs in hvd.allgather_object(result))
+    largest = expected.abs().max()
+    if codec in WITHIN:
+        assert (result - expected).abs().max() <= WITHIN[codec] * largest
+    if codec == "sign1":
+        assert torch.nn.functional.cosine_similarity(result.flatten(), expected.flatten(), 0) > 0.4
+    if codec == "topk" and everyone.size > 1:
+        assert 0 < result.count_nonzero() < result.numel() / 4
+    hvd.allreduce(mine)
+    sent.append(hvd.counters()["sent_nbytes"])
+    by_codec, exactly = sent[1] - sent[0], sent[2] - sent[1]
+    if codec in LOSSY and exactly:  # else memory is shared
+        assert by_codec < 0.7 * exactly
+    both = hvd.grouped_allreduce([mine, mine[:2] * 2], compression=compression)
+    assert [(one.shape, one.dtype) for one in both] == [((300, 7), dtype), ((2, 7), dtype)]
+    tracked = mine.clone().requires_grad_()
+    hvd.allreduce(tracked, compression=compression, op=hvd.Sum).sum().backward()
+    assert (tracked.grad == everyone.size).all()  # exact
+
+
+def test_what_a_codec_cannot_carry(everyone, hvd):
+    minmax = hvd.Compression.minmax_u8
+    ints = everyone.me == everyone.size - 1
+    tensor = torch.ones(3, dtype=torch.int32 if ints else torch.float32)
+    with pytest.raises(hvd.UsageError, match="minmax_u8 is for floats, not int32"):
+        hvd.allreduce(tensor, compression=minmax, name="ints")
+    with pytest.raises(hvd.UsageError, match="max cannot use a codec"):
+        hvd.allreduce(torch.ones(3), compression=minmax, op=hvd.Max)
+    with pytest.raises(hvd.UsageError, match="minmax_u8 is for allreduces"):
+        hvd.reducescatter(torch.ones(3), compression=minmax)
+    with pytest.raises(AttributeError, match="there are none, fp16, "):
+        hvd.Compression.minmax_u9  # noqa: B018
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec in LOSSY])
+def test_an_optimizer_takes_a_codec_for_its_algorithms(everyone, hvd, codec):
+    def trained(**choice):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(60, 40)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), **choice)
+        for step in range(3):
+            torch.manual_seed(10 * everyone.me + step)
+            optimizer.zero_grad()
+            model(torch.randn(4, 60)).square().sum().backward()
+            optimizer.step()
+        return [param.detach() for param in model.parameters()]
+
+    by_compression = trained(compression=getattr(hvd.Compression, codec))
+    by_algorithm = trained(algorithm=Algorithm(codec=codec))
+    assert all(torch.equal(a, b) for a, b in zip(by_compression, by_algorithm))
+    with pytest.raises(hvd.UsageError, match="is a codec; leave it out with ByteGrad"):
+        trained(compression=getattr(hvd.Compression, codec), algorithm="bytegrad")
 
 
 @pytest.mark.parametrize("wish", ["off", "report"])
