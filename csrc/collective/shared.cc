@@ -2,7 +2,8 @@
 // everyone. No message; where all tensors are in arenas, no copy either.
 //   in arenas   every byte is read once and written once, as in a memcpy. Steps: 2.
 //   elsewhere   what others need goes through the stages, which stay in cache; it may be in
-//               fragments.
+//               fragments. Where everyone's values are in arenas, and only results belong
+//               elsewhere, these alone do.
 //   small       everyone reads everyone's stage and reduces all of it. Steps: 1.
 #include <algorithm>
 
@@ -84,7 +85,9 @@ void in_arenas(Job& job, const std::vector<char*>& data, Pace& pace, bool past_c
 // In rounds, each over a piece of every slice. My piece of slice i is at place i of my stage; the
 // reduced piece of my own slice takes the place where it would have been. With `width` threads of
 // every rank pieces are as many times larger, so that each has as much to do as one alone.
-void staged(Job& job, int width) {
+// `shown`: where everyone's values are, if all can be seen there. Then two places are used by
+// turns, since nothing else tells that a piece has been taken.
+void staged(Job& job, int width, const std::vector<char*>& shown) {
   Group& group = job.group;
   const int n = group.size(), me = group.me();
   const auto item = static_cast<int64_t>(job.item());
@@ -98,16 +101,19 @@ void staged(Job& job, int width) {
     const int64_t at = std::min(round * piece, slice.count);
     return Slice{slice.begin + at, std::min(piece, slice.count - at)};
   };
+  const auto place_of = [&](int i, int64_t round) {
+    return (shown.empty() ? i : round % 2) * piece;
+  };
   std::vector<const void*> srcs(static_cast<size_t>(n));
   const int64_t rounds = (longest + piece - 1) / piece;
   Pace& pace = job.scratch.pace(Scratch::Into::kStages, OpKind::kAllreduce, job.nbytes(), width);
   int stream = pace.last();  // until the first rank has said
   double began_s = now_s();
   for (int64_t round = 0; round < rounds; ++round) {
-    for (int i = 0; i < n; ++i) {
+    for (int i = 0; i < n && shown.empty(); ++i) {
       const Slice theirs = piece_of(i, round);
       if (i == me) continue;
-      char* place = stage.mine() + (i * piece - theirs.begin) * item;
+      char* place = stage.mine() + (place_of(i, round) - theirs.begin) * item;
       for_runs(job, theirs, [&](int64_t at, int64_t count, const char* in, char*) {
         job.copy(place + at * item, in, static_cast<size_t>(count * item), stream);
       });
@@ -117,13 +123,17 @@ void staged(Job& job, int width) {
       const double waits_s = now_s();
       stream = static_cast<int>(stage.first_step(me == 0 ? pace.choose() : 0));
       began_s += now_s() - waits_s;
-    } else {
+    } else if (shown.empty()) {
       stage.step();
     }
     const Slice mine = piece_of(me, round);
     for_runs(job, mine, [&](int64_t at, int64_t count, const char* in, char* out) {
-      const int64_t place = (me * piece + at - mine.begin) * item;
-      for (int i = 0; i < n; ++i) srcs[static_cast<size_t>(i)] = i == me ? in : stage.of(i) + place;
+      const int64_t place = (place_of(me, round) + at - mine.begin) * item;
+      for (int i = 0; i < n; ++i) {
+        const auto source = static_cast<size_t>(i);
+        srcs[source] = shown.empty() ? stage.of(i) + place : shown[source] + at * item;
+      }
+      srcs[static_cast<size_t>(me)] = in;
       void* targets[] = {out, stage.mine() + place};
       job.reduce({targets, 2, stream}, srcs.data(), n, count, job.finish);
     });
@@ -132,7 +142,7 @@ void staged(Job& job, int width) {
     for (int i = 0; i < n; ++i) {
       const Slice theirs = piece_of(i, round);
       if (i == me) continue;
-      const char* place = stage.of(i) + (i * piece - theirs.begin) * item;
+      const char* place = stage.of(i) + (place_of(i, round) - theirs.begin) * item;
       for_runs(job, theirs, [&](int64_t at, int64_t count, const char*, char* out) {
         job.copy(out, place + at * item, static_cast<size_t>(count * item), false);
       });
@@ -142,6 +152,18 @@ void staged(Job& job, int width) {
   stage.leave();
 }
 
+// What a rank tells the others beside where its values are.
+struct Told {
+  int threads;
+  bool in_place;  // results belong there, too
+  bool past_caches;
+
+  int64_t encode() const { return threads * 4 + (in_place ? 2 : 0) + (past_caches ? 1 : 0); }
+  static Told of(const Note& note) {
+    return {static_cast<int>(note.number / 4), (note.number & 2) != 0, (note.number & 1) != 0};
+  }
+};
+
 }  // namespace
 
 void shared(Job& job) {
@@ -149,25 +171,30 @@ void shared(Job& job) {
   const int n = group.size();
   if (job.nbytes() * static_cast<size_t>(n) <= kSmallNbytes) return small(job);
   group.settle();
-  const Place mine = job.data ? group.node()->arenas()->find(job.data, job.nbytes()) : Place();
+  const char* values = job.data;
+  if (!values && job.fragments.size() == 1) values = job.fragments[0].in;
+  const Place mine = values ? group.node()->arenas()->find(values, job.nbytes()) : Place();
   // What is in many small places is no work for several threads.
   const int threads = job.fragments.size() < 2 ? job.width() : 1;
   Pace& pace = job.scratch.pace(Scratch::Into::kArenas, OpKind::kAllreduce, job.nbytes(), threads);
   const bool varies = job.nbytes() >= kVariesNbytes;
-  const int way = varies && !mine.nowhere() && group.me() == 0 ? pace.choose() : 0;
-  const Note own{mine, 2 * threads + way};
+  const bool in_place = job.data && !mine.nowhere();
+  const bool past_caches = varies && in_place && group.me() == 0 && pace.choose();
+  const Note own{mine, Told{threads, in_place, past_caches}.encode()};
   auto notes = group.step(own);
   notes[static_cast<size_t>(group.me())] = own;
-  const bool everywhere = std::none_of(notes.begin(), notes.end(),
-                                       [](const Note& note) { return note.place.nowhere(); });
-  std::vector<char*> data;
-  for (int i = 0; everywhere && i < n; ++i)
-    data.push_back(i == group.me() ? job.data : group.at(i, notes[static_cast<size_t>(i)].place));
-  if (everywhere) return in_arenas(job, data, pace, notes[0].number % 2);
-  const auto narrowest = std::min_element(
-      notes.begin(), notes.end(), [](const Note& a, const Note& b) { return a.number < b.number; });
-  const auto width = static_cast<int>(narrowest->number / 2);
-  staged(job, width < n ? 1 : width);  // pieces of a slice would be too small to share
+  const auto all = [&](auto&& holds) { return std::all_of(notes.begin(), notes.end(), holds); };
+  std::vector<char*> shown;
+  if (all([](const Note& note) { return !note.place.nowhere(); }))
+    for (int i = 0; i < n; ++i)
+      shown.push_back(i == group.me() ? const_cast<char*>(values)
+                                      : group.at(i, notes[static_cast<size_t>(i)].place));
+  if (!shown.empty() && all([](const Note& note) { return Told::of(note).in_place; }))
+    return in_arenas(job, shown, pace, Told::of(notes[0]).past_caches);
+  int width = threads;
+  for (const Note& note : notes) width = std::min(width, Told::of(note).threads);
+  // With fewer threads than ranks pieces of a slice would be too small to share.
+  staged(job, width < n ? 1 : width, shown);
 }
 
 }  // namespace bagua

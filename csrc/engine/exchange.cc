@@ -105,6 +105,7 @@ void exchange_reducescatter(const Request& request, Group& group, const Workbenc
       if (bench.staging) bench.staging->need();
       char* scaled = bench.scratch.get(Scratch::kFusion, static_cast<size_t>(nbytes));
       copy(group, scaled, job.in, static_cast<size_t>(nbytes));
+      group.touch(2 * static_cast<size_t>(nbytes));
       scale(job.dtype, scaled, infos[i].count(), d.prescale);
       job.in = scaled;
     }
