@@ -329,12 +329,14 @@ def _share_cores() -> None:
     """The program's share of the cores as its number of threads, unless it has been told one.
 
     Libraries see a machine's cores or what mpirun binds to, and not how many ranks share them:
-    left alone they start too many threads or just one.
+    left alone they start too many threads or just one. mpirun, this one's parent, is bound to
+    nothing.
     """
     local_size = next((os.environ[n] for n in _LOCAL_SIZE_VARIABLES if n in os.environ), "")
     if THREADS not in os.environ and local_size.isdigit() and hasattr(os, "sched_getaffinity"):
-        share = len(os.sched_getaffinity(0)) // max(1, int(local_size))
-        os.environ[THREADS] = str(max(1, share))
+        mine, theirs = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
+        share = len(mine | theirs) // max(1, int(local_size))
+        os.environ[THREADS] = str(max(1, min(share, len(mine))))
 
 
 def _connect(channel: str, rank: str) -> socket.socket:

@@ -3,7 +3,9 @@
 #include <mpi.h>
 
 #include <algorithm>
+#include <chrono>
 #include <exception>
+#include <future>
 #include <numeric>
 #include <thread>
 #include <vector>
@@ -19,6 +21,7 @@ namespace {
 constexpr int kTag = 0x6267;  // of the first track
 // MPI counts are ints, so a message above this travels as several; pairs stay in order.
 constexpr size_t kMaxMessage = size_t{1} << 30;
+constexpr const char* kLate = "not all ranks got as far as shared memory in time (start_timeout_s)";
 
 void check(int code, const char* call) {
   if (code == MPI_SUCCESS) return;
@@ -74,8 +77,7 @@ class RollCall {
     for (int flag = 0;;) {
       check(MPI_Test(&request, &flag, MPI_STATUS_IGNORE), "MPI_Test");
       if (flag) return;
-      if (now_s() > deadline_s_)
-        throw PeerError("not all ranks got as far as shared memory in time (start_timeout_s)");
+      if (now_s() > deadline_s_) throw PeerError(kLate);
       std::this_thread::yield();
     }
   }
@@ -87,13 +89,21 @@ class RollCall {
   std::vector<int> counts_, begins_;
 };
 
-// A communicator of the ranks on this machine, while it is needed. MPI makes none without waiting;
-// that all are there is known from their control connections.
+// A communicator of the ranks on this machine, while it is needed. MPI makes none without waiting,
+// so a thread does, which is left alone with it when the time is up.
 class Local {
  public:
-  Local(MPI_Comm comm, int rank) {
-    check(MPI_Comm_split_type(comm, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &comm_),
-          "MPI_Comm_split_type");
+  Local(MPI_Comm comm, int rank, double deadline_s) {
+    auto result = std::make_shared<MPI_Comm>(MPI_COMM_NULL);
+    std::packaged_task<int()> split([=] {
+      return MPI_Comm_split_type(comm, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, result.get());
+    });
+    auto code = split.get_future();
+    std::thread(std::move(split)).detach();
+    const std::chrono::duration<double> left(deadline_s - now_s());
+    if (code.wait_for(left) != std::future_status::ready) throw PeerError(kLate);
+    check(code.get(), "MPI_Comm_split_type");
+    comm_ = *result;
     MPI_Comm_size(comm_, &size_);
   }
   ~Local() {
@@ -109,7 +119,7 @@ class Local {
 };
 
 std::unique_ptr<Node> meet(MPI_Comm comm, int rank, double deadline_s, std::string& why_not) {
-  const Local local(comm, rank);
+  const Local local(comm, rank, deadline_s);
   if (local.size() == 1) return nullptr;
   const auto exchange = [&](const std::string& mine) {
     return RollCall::of(local.comm(), mine, deadline_s);

@@ -19,6 +19,7 @@ namespace bagua {
 namespace {
 
 constexpr size_t kPage = 4096;
+constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kMinSegment = size_t{16} << 20;
 
 size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
@@ -88,11 +89,24 @@ Segment::Segment(int pid, int fd, size_t nbytes) : nbytes_(nbytes) {
   ::close(mine);
 }
 
+// On an address that huge pages can begin on, where the kernel gives them.
 void Segment::map(int fd) {
-  void* data = ::mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (data == MAP_FAILED) fail("map", nbytes_, errno);
-  ::madvise(data, nbytes_, MADV_HUGEPAGE);  // where the kernel gives them
-  data_ = {static_cast<char*>(data), [nbytes = nbytes_](char* p) { ::munmap(p, nbytes); }};
+  const size_t slack = nbytes_ >= kHugePage ? kHugePage : 0;
+  void* room = ::mmap(nullptr, nbytes_ + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (room == MAP_FAILED) fail("map", nbytes_, errno);
+  auto* const begin = static_cast<char*>(room);
+  const auto address = reinterpret_cast<size_t>(room);
+  char* const data = slack ? begin + (round_up(address, kHugePage) - address) : begin;
+  if (::mmap(data, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+    const int error = errno;
+    ::munmap(room, nbytes_ + slack);
+    fail("map", nbytes_, error);
+  }
+  const auto before = static_cast<size_t>(data - begin);
+  if (before > 0) ::munmap(begin, before);
+  if (before < slack) ::munmap(data + nbytes_, slack - before);
+  ::madvise(data, nbytes_, MADV_HUGEPAGE);
+  data_ = {data, [nbytes = nbytes_](char* p) { ::munmap(p, nbytes); }};
 }
 
 Segment::~Segment() {

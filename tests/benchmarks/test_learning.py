@@ -17,7 +17,6 @@ from benchmarks.learning_tasks import Text
 @pytest.mark.slow
 def test_text(tmp_path):
     """A quarter of the steps: half of what there is to learn."""
-    pytest.importorskip("matplotlib")
     names = ["bytegrad", "diloco"]
     words = ["--quick", "--task", "text", "--ranks", "2", "--algorithms", *names]
     root = Path(__file__).parents[2]

@@ -19,6 +19,14 @@ def test_touched_bytes_are_those_of_the_design(hvd):
     figures = vector(peers, 1 << 18, 1, hvd.barrier)
     touched = {name: figure["touched_per_byte"] for name, figure in figures.items()}
     assert touched == pytest.approx({"bagua": 5 - 2 / n, "bagua arena": 2, "memcpy": 2}, rel=1e-3)
+    arena, before = hvd.empty_shared(1 << 18), hvd.counters()["touched_nbytes"]
+    hvd.allreduce(arena, name="elsewhere")
+    touched_nbytes = hvd.counters()["touched_nbytes"] - before
+    assert touched_nbytes == pytest.approx(3 * arena.nbytes, rel=1e-3)
+    before = hvd.counters()["touched_nbytes"]
+    hvd.allreduce_(arena, op=hvd.Max, prescale_factor=2.0, name="scaled")
+    touched_nbytes = hvd.counters()["touched_nbytes"] - before
+    assert touched_nbytes == pytest.approx(4 * arena.nbytes, rel=1e-3)
     one = latency(peers, hvd.barrier, quick=True)
     assert one["bagua"]["touched_per_byte"] == n + 3
     small = many(peers, hvd.barrier, quick=True)

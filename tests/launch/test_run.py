@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import bagua.launch
+import bagua.launch.rank
 from bagua.common.config import OPEN_MPI
 
 SOURCE = Path(bagua.launch.__file__).parents[2]
@@ -222,6 +222,24 @@ def test_ranks_share_the_cores():
     assert out.split()[1::2] == [str(max(1, cores // 2))] * 2
     _, out, _ = run("-np", 2, "-x", "OMP_NUM_THREADS=7", *code(program), environment=unset)
     assert out.split()[1::2] == ["7", "7"]
+
+
+@pytest.mark.parametrize(
+    ("own", "machine", "local_size", "threads"),
+    [
+        (range(16), range(16), 2, 8),  # bound to nothing
+        (range(8), range(16), 2, 8),  # to a socket each
+        (range(8), range(16), 4, 4),  # to a socket of two ranks
+        (range(1), range(16), 2, 1),  # to a core
+        (range(2), range(2), 3, 1),
+    ],
+)
+def test_a_rank_that_is_bound_has_its_cores(monkeypatch, own, machine, local_size, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(machine if pid else own))
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", str(local_size))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    bagua.launch.rank._share_cores()
+    assert os.environ["OMP_NUM_THREADS"] == str(threads)
 
 
 def test_a_rank_sees_a_gpu_of_its_own():

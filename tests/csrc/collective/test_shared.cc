@@ -87,6 +87,49 @@ TEST(Shared, FragmentsInSeveralRounds) {
   for (const int n : {2, 3}) check_fragments(n, DType::kF32, 600001, true);
 }
 
+// Values in arenas, whose results belong elsewhere: on all ranks, on all but one, and beside one
+// whose values are nowhere that others see. Two after the other, of unlike values.
+enum class Last { kAlike, kInPlace, kUnseen };
+constexpr Last kEveryLast[] = {Last::kAlike, Last::kInPlace, Last::kUnseen};
+
+void check_out_of_arenas(int n, DType dtype, int64_t count, Last kind) {
+  with_jobs(n, dtype, [&](int rank, Job& job) {
+    const bool last = rank == n - 1;
+    const auto nbytes = static_cast<size_t>(count) * job.item();
+    const bool unseen = last && kind == Last::kUnseen;
+    const auto in = allocate(job, unseen ? Where::kElsewhere : Where::kArenas, nbytes);
+    std::vector<char> out(nbytes);
+    job.count = count;
+    if (last && kind == Last::kInPlace) job.data = in.get();
+    for (int shift = 0; shift < 2; ++shift) {
+      job.fragments.clear();
+      if (!job.data) job.fragments.push_back({0, count, in.get(), out.data()});
+      const auto value = [&](int64_t i) { return small_number(rank, i + shift); };
+      for (int64_t i = 0; i < count; ++i) put(dtype, in.get(), i, value(i));
+      shared(job);
+      const char* results = job.data ? in.get() : out.data();
+      for (int64_t i = 0; i < count; ++i) {
+        ASSERT_EQ(get(dtype, results, i), oracle(ReduceOp::kSum, n, i + shift)) << i;
+        if (job.data) continue;
+        ASSERT_EQ(get(dtype, in.get(), i), value(i)) << i;
+      }
+    }
+    if (kind != Last::kAlike || count < 1000000) return;
+    const auto touched = static_cast<double>(job.group.work().touched_nbytes);
+    EXPECT_NEAR(touched / static_cast<double>(nbytes), 2 * 3, 0.01);
+  });
+}
+
+TEST_P(Shared, OutOfArenas) {
+  for (const Last kind : kEveryLast)
+    for (const int64_t count : {7, 20000}) check_out_of_arenas(n(), dtype(), count, kind);
+}
+
+TEST(Shared, OutOfArenasInSeveralRounds) {
+  for (const int n : {2, 3})
+    for (const Last kind : kEveryLast) check_out_of_arenas(n, DType::kF32, 1000001, kind);
+}
+
 TEST(Shared, InSeveralRounds) {
   for (const int n : {2, 3, 7}) check(n, DType::kF32, 300001, 3, Where::kElsewhere);
 }

@@ -35,6 +35,14 @@ TEST(Segment, IsSeenByWhoeverMapsIt) {
   EXPECT_STREQ(mine.data() + 9000, "word");
 }
 
+TEST(Segment, BeginsWhereAHugePageCan) {
+  for (const size_t nbytes : {size_t{2} << 20, (size_t{16} << 20) + 4096}) {
+    Segment mine(nbytes, nbytes);
+    EXPECT_EQ(reinterpret_cast<size_t>(mine.data()) % (2 << 20), 0u);
+    std::memset(mine.data(), 1, nbytes);  // all of it is there
+  }
+}
+
 TEST(Segment, OfThisProcessOutlivesItsMaker) {
   auto mine = std::make_unique<Segment>(10000);
   const int fd = mine->fd();
