@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 import bagua.torch
-from bagua.algorithms import Algorithm, LocalSGD, find, names
+from bagua.algorithms import Algorithm, DiLoCo, LocalSGD, find, names
 
 COMPOSED = {
     "minmax_u4": Algorithm(codec="minmax_u4"),
     "minmax_u4_feedback": Algorithm(codec="minmax_u4", error_feedback=True),
     "sign1": Algorithm(codec="sign1"),
     "local_sgd_forward": LocalSGD(every=16, when="forward"),
+    "diloco_short": DiLoCo(every=8, outer_momentum=0.5),
 }
 
 Optimizers = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]

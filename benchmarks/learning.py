@@ -48,7 +48,6 @@ OPTIMIZERS: dict[str, Optimizers] = {
 # times as long as those of the others.
 OPTIONS: dict[str, dict[str, Any]] = {
     "async_model_average": {"sync_interval_ms": 50},
-    "diloco": {"every": 8, "outer_momentum": 0.5},
     "local_sgd": {"every": 8},
     "local_sgd_forward": {"every": 8},
 }

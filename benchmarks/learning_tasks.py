@@ -119,7 +119,7 @@ class Text:
 
     @staticmethod
     def allowed(algorithm: str) -> float:
-        seldom = ("sign1", "topk", "local_sgd", "local_sgd_forward", "diloco")
+        seldom = ("sign1", "topk", "local_sgd", "local_sgd_forward", "diloco", "diloco_short")
         return 0.05 if algorithm in seldom else 0.02
 
     def _windows(self, text: torch.Tensor, starts: torch.Tensor) -> Batch:

@@ -17,7 +17,7 @@ from benchmarks.learning_tasks import Text
 @pytest.mark.slow
 def test_text(tmp_path):
     """A quarter of the steps: half of what there is to learn."""
-    names = ["bytegrad", "diloco"]
+    names = ["bytegrad", "diloco_short"]
     words = ["--quick", "--task", "text", "--ranks", "2", "--algorithms", *names]
     root = Path(__file__).parents[2]
     done = subprocess.run(
