@@ -132,10 +132,13 @@ class Requests:
         scales: tuple[float, float],
         process_set: ProcessSet,
         urgency: Urgency,
+        codec: str = "",
     ) -> Handle:
         op, tensors = self.checked_op(Kind.ALLREDUCE, name, process_set, op, average), list(tensors)
         pairs = self._pairs(Kind.ALLREDUCE, tensors, name, process_set, self._beside)
-        handle = self._submit(Kind.ALLREDUCE, pairs, name, process_set, urgency, op, scales=scales)
+        handle = self._submit(
+            Kind.ALLREDUCE, pairs, name, process_set, urgency, op, scales=scales, codec=codec
+        )
         return self._gives_new(handle, tensors, pairs)
 
     def _note_in_place(self, kind: Kind, tensors: Any, is_mean: bool) -> None:

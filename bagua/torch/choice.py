@@ -12,6 +12,7 @@ from bagua.common.errors import UsageError
 from bagua.common.process_set import ProcessSet
 from bagua.common.warn import warn
 from bagua.common.world import world
+from bagua.torch.compression import CodecCompressor
 
 _One = Union[str, Algorithm]
 # For all parameters, or by patterns of names, or by name and shape.
@@ -36,14 +37,13 @@ def resolved(choice: Choice, optimizer: Any) -> Algorithm:
 
 def with_codec(algorithm: Algorithm, compression: Any) -> Algorithm:
     """The algorithm, and the codec of `compression=`, if it is one."""
-    codec = getattr(compression, "codec", "")
-    if not codec:
+    if not isinstance(compression, CodecCompressor) or algorithm.codec == compression.codec:
         return algorithm
     kind = type(algorithm)
     plain = kind.plan is Algorithm.plan and kind.of is Algorithm.of and kind.at is Algorithm.at
     if not plain or algorithm.what != "grad" or algorithm.codec != "raw" or algorithm.low_rank:
         raise UsageError(f"compression={compression!r} is a codec; leave it out with {algorithm!r}")
-    return replace(algorithm, codec=codec)
+    return replace(algorithm, codec=compression.codec)
 
 
 def tell_what_is_overruled(by: Choice, chosen: Algorithm, process_set: ProcessSet) -> None:

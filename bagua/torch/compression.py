@@ -21,7 +21,6 @@ class Compressor:
     wire_dtype: ClassVar[torch.dtype | None] = None
     # False for those below, which a bucket carries out by itself: a cast, or a codec.
     custom: ClassVar[bool] = True
-    codec: str = ""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

@@ -19,7 +19,7 @@ from bagua.common.operations import Operations
 from bagua.common.process_set import ProcessSet, global_process_set
 from bagua.torch import autograd, joined, sparse
 from bagua.torch.arrays import TorchArrays
-from bagua.torch.compression import Compression, checked
+from bagua.torch.compression import CodecCompressor, Compression, checked
 
 Tensors = Sequence[torch.Tensor]
 
@@ -63,8 +63,8 @@ class TorchOperations(Operations):
         op = self.checked_op(Kind.ALLREDUCE, name, process_set, op, average)
         wire, ctxs = self._compressed(Kind.ALLREDUCE, name, process_set, compression, tensors)
         scales = (prescale_factor, postscale_factor)
-        codec = getattr(compression, "codec", "")
-        ops = _Coded(self, compression.wire) if codec else self
+        coded = isinstance(compression, CodecCompressor)
+        ops = _Coded(self, compression.wire) if coded else self
         if _tracked(*wire):
             results = autograd.Allreduce.apply(ops, name, op, scales, process_set, *wire)
         else:
@@ -161,7 +161,7 @@ class TorchOperations(Operations):
         op = self.checked_op(Kind.REDUCESCATTER, name, process_set, op)
         scales = (prescale_factor, postscale_factor)
         kind = Kind.REDUCESCATTER
-        if getattr(compression, "codec", ""):
+        if isinstance(compression, CodecCompressor):
             self.refuse(kind, name, process_set, f"{compression!r} is for allreduces")
         wire, ctxs = self._compressed(kind, name, process_set, compression, tensors)
         if _tracked(*wire):
@@ -214,8 +214,8 @@ class _Coded:
     """Allreduces through a codec. What encoding loses is lost; gradients are exact."""
 
     def __init__(self, ops: TorchOperations, codec: str) -> None:
-        self.grouped_allreduce = ops.grouped_allreduce
-        self._submit, self._codec = ops._submit, codec
+        self._ops, self._codec = ops, codec
+        self.grouped_allreduce = ops.grouped_allreduce  # backward
 
     def grouped_allreduce_async(
         self,
@@ -228,17 +228,10 @@ class _Coded:
         process_set: ProcessSet,
         urgency: Urgency,
     ) -> Handle:
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         scales = (prescale_factor, postscale_factor)
-        pairs = [(flat, flat)]
-        handle = self._submit(
-            Kind.ALLREDUCE, pairs, name, process_set, urgency, op, scales=scales, codec=self._codec
+        return self._ops._reduce(
+            tensors, name, average, op, scales, process_set, urgency, self._codec
         )
-        pieces = flat.split([tensor.numel() for tensor in tensors])
-        handle.finish = lambda _: [
-            piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors)
-        ]
-        return handle
 
 
 def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:

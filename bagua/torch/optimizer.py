@@ -227,15 +227,15 @@ class DistributedOptimizer(Wrapped):
         wanted, steps = self._checked(algorithm, self._algorithm.when != "background")
         if at_step(wanted, 0).what in ("grad", "momentum") and self.unscales:
             self._scaling.refuse_different(self._standing.name("overflows"), self._process_set)
+        before = self._algorithm, self._step, self._since, self._resting
         self._step = self._since + steps  # where each rank had gone at its own pace
-        self._replicas.go_to(self._step)
-        before = self._algorithm, self._since, self._resting
         self._algorithm, self._since, self._resting = wanted, self._step, False
         try:
             self._catch_up()
         except UsageError:
-            self._algorithm, self._since, self._resting = before
+            self._algorithm, self._step, self._since, self._resting = before
             raise
+        self._replicas.go_to(self._step)
         choice.tell_what_is_exact(self._algorithm, self._process_set)
 
     @in_one_piece
@@ -381,10 +381,14 @@ class DistributedOptimizer(Wrapped):
         counts = self._algorithm.changes or isinstance(self._driver, BetweenSteps)
         if kept_now is None and not counts:
             return {}
-        return {kept.KEY: {"step": self._step, "since": self._since, "kept": kept_now}}
+        apart = self._algorithm.when == "background"
+        own = {"step": self._step, "since": self._since, "kept": kept_now, "apart": apart}
+        return {kept.KEY: own}
 
     def load_own_state(self, state_dict: Any) -> None:
         own = state_dict.get(kept.KEY) or {"step": self._step, "since": self._since, "kept": None}
+        if own.get("apart") and self._algorithm.when != "background":
+            own = {"step": 0, "since": 0, "kept": None}  # ranks had taken unlike numbers of steps
         self._step, self._since = own["step"], own["since"]
         wanted = at_step(self._algorithm, self._step - self._since)
         self._loaded = own["kept"] if wanted != self._driver.algorithm else None

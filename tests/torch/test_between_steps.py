@@ -809,23 +809,41 @@ def test_ranks_that_went_at_their_own_pace_go_on_in_step(everyone, hvd, algorith
     assert optimizer.consensus_distance() < 1e-12
 
 
-@pytest.mark.parametrize("steps", [0, 5])
-def test_ranks_that_went_at_their_own_pace_resume_with_their_own_weights(everyone, hvd, steps):
-    apart = AsyncModelAverage(sync_interval_ms=1e9)
-    replica, optimizer = real(everyone, hvd, "momentum", apart, steps + everyone.me)
+def test_ranks_that_went_at_their_own_pace_resume_with_their_own_weights(everyone, hvd):
+    apart, steps = AsyncModelAverage(sync_interval_ms=1e9), 2 + everyone.me
+    replica, optimizer = real(everyone, hvd, "momentum", apart, steps)
     state = copy.deepcopy((values([replica])[0], optimizer.state_dict()))
     replica = Replica(everyone.me, "momentum")
     put(replica, state[0])
     optimizer = hvd.DistributedOptimizer(replica.optimizer, algorithm=apart)
     optimizer.load_state_dict(state[1])
-    assert optimizer.progress[0] == steps + everyone.me
+    assert optimizer.progress[0] == steps
     optimizer.param_groups[0]["lr"] = 0.0
     optimizer.pause()
     replica.backward(steps)
     optimizer.step()
-    if steps:  # else not all had begun, and the first rank's are everybody's
-        assert all(torch.equal(p, value) for p, value in zip(replica.params, state[0]))
+    assert all(torch.equal(p, value) for p, value in zip(replica.params, state[0]))
     optimizer.settle()
+
+
+@pytest.mark.parametrize("algorithm", AFTER[:-1], ids=repr)
+def test_another_algorithm_resumes_from_where_each_had_gone(everyone, hvd, algorithm, monkeypatch):
+    monkeypatch.setattr(
+        world(), "config", dataclasses.replace(world().config, check_replicas_every=5)
+    )
+    apart = AsyncModelAverage(sync_interval_ms=0.0)
+    _, saved = real(everyone, hvd, "sgd", apart, 2 + 3 * everyone.me)
+    saved.settle()
+    state = copy.deepcopy(saved.state_dict())
+    replica = Replica(everyone.me, "sgd")
+    optimizer = hvd.DistributedOptimizer(replica.optimizer, algorithm=algorithm)
+    optimizer.load_state_dict(state)
+    for step in range(11):
+        optimizer.zero_grad()
+        replica.backward(step)
+        optimizer.step()
+    optimizer.settle()
+    assert optimizer.consensus_distance() < 1e-12
 
 
 @pytest.mark.parametrize("algorithm", RESUMABLE[1:], ids=repr)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bagua.algorithms import Algorithm
+from bagua.algorithms import Algorithm, ByteGrad
 from bagua.algorithms.exchange import CODECS, LOSSY
 from bagua.common.world import world
 
@@ -86,8 +86,13 @@ def test_every_codec_carries_an_allreduce(everyone, hvd, codec, dtype):
     by_codec, exactly = sent[1] - sent[0], sent[2] - sent[1]
     if codec in LOSSY and exactly:  # else memory is shared
         assert by_codec < 0.7 * exactly
-    both = hvd.grouped_allreduce([mine, mine[:2] * 2], compression=compression)
+    both = hvd.grouped_allreduce([mine, mine[:2] * 1e6], compression=compression)
     assert [(one.shape, one.dtype) for one in both] == [((300, 7), dtype), ((2, 7), dtype)]
+    assert torch.equal(both[0], result)  # whatever goes with it
+    both[0].zero_()
+    assert hvd.grouped_allreduce([], compression=compression) == []
+    for odd in (mine.t(), mine[0, 0], mine[:0]):
+        assert hvd.allreduce(odd, compression=compression).shape == odd.shape
     tracked = mine.clone().requires_grad_()
     hvd.allreduce(tracked, compression=compression, op=hvd.Sum).sum().backward()
     assert (tracked.grad == everyone.size).all()  # exact
@@ -103,6 +108,10 @@ def test_what_a_codec_cannot_carry(everyone, hvd):
         hvd.allreduce(torch.ones(3), compression=minmax, op=hvd.Max)
     with pytest.raises(hvd.UsageError, match="minmax_u8 is for allreduces"):
         hvd.reducescatter(torch.ones(3), compression=minmax)
+    if everyone.size > 1:
+        shape = (2, 3) if everyone.me == 0 else (3, 2)
+        with pytest.raises(hvd.UsageError, match="shape"):
+            hvd.allreduce(torch.ones(shape), compression=minmax, name="shapes")
     with pytest.raises(AttributeError, match="there are none, fp16, "):
         hvd.Compression.minmax_u9  # noqa: B018
 
@@ -124,8 +133,9 @@ def test_an_optimizer_takes_a_codec_for_its_algorithms(everyone, hvd, codec):
     by_compression = trained(compression=getattr(hvd.Compression, codec))
     by_algorithm = trained(algorithm=Algorithm(codec=codec))
     assert all(torch.equal(a, b) for a, b in zip(by_compression, by_algorithm))
+    other = "fp8_e4m3" if codec == "minmax_u8" else "minmax_u8"
     with pytest.raises(hvd.UsageError, match="is a codec; leave it out with ByteGrad"):
-        trained(compression=getattr(hvd.Compression, codec), algorithm="bytegrad")
+        trained(compression=getattr(hvd.Compression, codec), algorithm=ByteGrad(codec=other))
 
 
 @pytest.mark.parametrize("wish", ["off", "report"])
