@@ -45,6 +45,7 @@ class BetweenSteps:
 
     skips = False  # whether the wrapped optimizer must not step
     drifts = False  # whether replicas differ after every step, which all ranks take together
+    alone = False  # whether each rank steps by itself
     _skipped = "the exchange is skipped on all ranks"
 
     def __init__(

@@ -318,6 +318,7 @@ class Gradients:
         return [-1 if grad is None else grad._version for grad in grads]
 
     drifts = False  # whether replicas differ after every step, by design
+    alone = False
 
     def equal_now(self) -> bool:
         """All replicas are, at any time."""

@@ -29,6 +29,10 @@ class Outer(BetweenSteps):
         """What is common came of all rounds."""
         return super().place, self.rounds
 
+    @property
+    def drifts(self) -> bool:  # type: ignore[override]
+        return self._exchange.when == "forward"
+
     def equal_now(self) -> bool:
         return self._exchange.when == "step" and self._due()
 

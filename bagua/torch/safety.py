@@ -49,6 +49,7 @@ class Replicas:
 
     def __init__(self) -> None:
         self._looked = 0  # the last step after which it did
+        self._told = False  # that there is nothing to compare
 
     def go_to(self, step: int) -> None:
         """As all ranks do."""
@@ -57,6 +58,13 @@ class Replicas:
     def look(self, step: int, driver: Any, standing: Standing) -> None:
         every = int(world().config.check_replicas_every)
         equal = driver.equal_now()
+        if every and driver.alone and not self._told:
+            self._told = True
+            if standing.process_set.rank() == 0:
+                warn(
+                    "check_replicas_every compares nothing while ranks step each by itself; "
+                    "optimizer.consensus_distance(), called on all, tells how far they are apart"
+                )
         if not every or not (equal or driver.drifts):
             return
         capture.refuse("check_replicas_every has the host look at weights")

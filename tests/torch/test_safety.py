@@ -176,7 +176,10 @@ def test_replicas_are_compared_at_the_end_of_a_round(everyone, hvd, setting):
             optimizer.step()
 
 
-@pytest.mark.parametrize("algorithm", ["decentralized", "local_sgd"])
+FORWARD = LocalSGD(every=3, when="forward")
+
+
+@pytest.mark.parametrize("algorithm", ["decentralized", FORWARD, "local_sgd"])
 def test_how_far_apart_replicas_are_is_told(everyone, hvd, setting, capfd, algorithm):
     setting(check_replicas_every=2)
     param = nn.Parameter(torch.ones(5))
@@ -186,11 +189,26 @@ def test_how_far_apart_replicas_are_is_told(everyone, hvd, setting, capfd, algor
         param.grad = torch.zeros_like(param)
         optimizer.step()
     told = [line for line in capfd.readouterr().err.splitlines() if "apart" in line]
-    drifts = algorithm == "decentralized" and everyone.me == 0
+    drifts = algorithm in ("decentralized", FORWARD) and everyone.me == 0
     steps = [2, 4] if drifts else []
     assert [line.split(" (")[0] for line in told] == [
         f"bagua: after step {step} replicas are 0 apart" for step in steps
     ]
+
+
+def test_that_nothing_is_compared_is_told_once(everyone, hvd, setting):
+    setting(check_replicas_every=2)
+    param = nn.Parameter(torch.ones(5))
+    sgd = torch.optim.SGD([param], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd, algorithm="async_model_average")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            param.grad = torch.zeros_like(param)
+            optimizer.step()
+    told = [str(w.message) for w in caught if "check_replicas_every compares" in str(w.message)]
+    assert len(told) == (everyone.me == 0)
+    optimizer.settle()
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
