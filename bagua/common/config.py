@@ -164,11 +164,12 @@ class Config:
         whole=True,
     )
     check_finite: str = _setting(
-        "off",
-        "look for NaN and Inf in gradients before and after they are exchanged; report where one "
-        "came from, or skip the step on all ranks, too",
+        "watch",
+        "NaN and Inf in gradients: watch for what exchanges see of them, look at all before and "
+        "after they are exchanged and report where one came from, or skip the step on all ranks, "
+        "too",
         agree=True,
-        choices=("off", "report", "skip"),
+        choices=("off", "watch", "report", "skip"),
     )
     learn_bucket_order: bool = _setting(
         True, "order the buckets by the first backward pass", agree=True

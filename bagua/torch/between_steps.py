@@ -29,6 +29,7 @@ from bagua.torch.own import is_own
 from bagua.torch.pieces import Named, Piece, land_all, pieces_of
 from bagua.torch.safety import (
     NonFinite,
+    Seen,
     alike,
     checksum_of,
     first_not_finite,
@@ -74,8 +75,9 @@ class BetweenSteps:
         self._exchange = Exchange()
         self._loaded: dict[str, Any] | None = None
         self._begun = False
+        self._seen = Seen()
         self._watch = None
-        if world().config.check_finite != "off":
+        if world().config.check_finite in ("report", "skip"):
             self._watch = NonFinite(standing.process_set, standing.name("finite"))
         self.refresh()
 
@@ -96,6 +98,11 @@ class BetweenSteps:
 
     def stepped(self) -> None:
         """The optimizer has stepped."""
+        for piece in self._pieces:
+            whose, piece.odd = piece.odd, ()
+            if whose and self._seen.wanted():
+                named = list(zip(piece.names, piece.params))
+                self._seen.tell(self._step, whose, "the weight", piece.name, named)
         self._step += 1
         self._note(differ=not self.equal_now())
 
@@ -209,7 +216,7 @@ class BetweenSteps:
         """Those that are no numbers stay with this rank, if it does not step."""
         wish = world().config.check_finite
         self.skips = False
-        if wish == "off":
+        if wish not in ("report", "skip"):
             return
         named = [(self._name(param), param) for param in self._all_params]  # its own, too
         found = first_not_finite(named)

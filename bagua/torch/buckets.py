@@ -80,6 +80,7 @@ class Bucket:
         self.ready = self.arena.ready
         self.count_quietly = self.arena.count_quietly
         self.handle: Any | None = None
+        self.odd: Sequence[int] = ()
         self.stale = False  # a gradient changed after the launch
         self.late = any(slot.twice for slot in slots)  # it is launched when backward is over
         self.watch: Watch | None = None
@@ -236,7 +237,7 @@ class Bucket:
             self.launch()
         if self.handle is None:
             return
-        self._wait()
+        self.odd = self._wait()
         if self.casts:
             with torch.no_grad():
                 self._cast_back()
@@ -248,7 +249,8 @@ class Bucket:
             for slot, first in firsts:
                 slot.param.grad.add_(first)  # type: ignore[union-attr]
 
-    def _wait(self) -> None:
+    def _wait(self) -> Sequence[int]:
+        """Ranks whose values held a NaN or an Inf, as far as this one has reduced them."""
         handle, self.handle = self.handle, None
         try:
             handle.wait()  # type: ignore[union-attr]
@@ -257,6 +259,7 @@ class Bucket:
             self._away = []  # what they hold now is nobody's gradient
             raise
         self.take_back()
+        return handle.odd  # type: ignore[union-attr]
 
     def take_back(self) -> None:
         """Gradients that it has looked at are not going to be exchanged, or have been."""

@@ -31,7 +31,7 @@ from bagua.torch.claims import claims
 from bagua.torch.grouping import Grouping
 from bagua.torch.layout import Layout
 from bagua.torch.loose import Loose
-from bagua.torch.safety import NonFinite, spoils
+from bagua.torch.safety import NonFinite, Seen, spoils
 from bagua.torch.shipment import Shipment
 from bagua.torch.slot import Slot
 from bagua.torch.standing import Standing, in_one_piece
@@ -83,7 +83,7 @@ class Gradients:
             step,
         )
         self._watch = None
-        if config.check_finite != "off":
+        if config.check_finite in ("report", "skip"):
             self._watch = NonFinite(process_set, standing.name("finite"))
         loose = Loose(self._plan, compression)
         self.layout = Layout(
@@ -96,6 +96,7 @@ class Gradients:
             hooks.on_gradient(self),
             None if self._watch is None else self._watch.look,
         )
+        self._seen = Seen()
         self._passes = 0  # backward passes that only accumulated
         self._in_backward = False
         # What autograd calls when it ends, and forgets when it has ended or raised.
@@ -340,6 +341,12 @@ class Gradients:
                 "which was changed between backward() and step(), as by clipping: it hardly learns "
                 "like that; clip only while it warms up"
             )
+        for bucket in self.layout.buckets:
+            whose, bucket.odd = bucket.odd, ()
+            if whose and self._seen.wanted():
+                grads = [(slot.name, slot.param.grad) for slot in bucket.slots]
+                named = [(name, grad) for name, grad in grads if grad is not None]
+                self._seen.tell(self._plan.step, whose, "the gradient of", bucket.name, named)
         self._folded = None
         self._plan.step += 1
         self.skips = False

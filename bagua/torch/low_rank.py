@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -108,7 +109,7 @@ class LowRankBucket(Bucket):
             torch.matmul(basis, whole, out=wide)
 
     @torch.no_grad()
-    def _wait(self) -> None:
+    def _wait(self) -> Sequence[int]:
         self.advance()
         self.handle = None
         self._wide.land()
@@ -124,6 +125,7 @@ class LowRankBucket(Bucket):
                 factor.copy_(torch.where(finite, wide, self._firsts[slot.number]))
             elif not finite:
                 self.forget(slot)  # it is told once, not for ever
+        return self._tall.odd
 
     @staticmethod
     def _expand(

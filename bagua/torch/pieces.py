@@ -64,6 +64,8 @@ class Piece:
         self._large = [exchange.mirrors and large for large in self._arena.large]
         self._copied: Pairs = []  # this time: parameters, and where the arena has them
         self._handle: Any | None = None
+        # Ranks whose values held a NaN or an Inf the last time, as far as this one reduced them.
+        self.odd: Sequence[int] = ()
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parts of memory like the arena's, with the parameters' shapes."""
@@ -119,6 +121,7 @@ class Piece:
         if handle is None:
             return
         handle.wait()
+        self.odd = handle.odd
         if self._counts_ranks:  # once that is done the share is 1
             at = self._begins[-1]
             if is_on_device(self.flat):

@@ -202,6 +202,29 @@ def first_odd(named: Iterable[tuple[str, torch.Tensor]]) -> str:
     return ""
 
 
+class Seen:
+    """Tells of what exchanges have seen that was no number; once, where that goes on."""
+
+    def __init__(self) -> None:
+        self._last = -2  # the step of which there was something to tell
+
+    @staticmethod
+    def wanted() -> bool:
+        return bool(world().config.check_finite == "watch")
+
+    def tell(self, step: int, whose: Sequence[int], what: str, where: str, named: Named) -> None:
+        name = first_odd(named)
+        if not name:
+            return  # what went with it had some
+        began, self._last = step > self._last + 1, max(step, self._last)
+        if began:
+            ranks = ", ".join(f"rank {rank}" if rank >= 0 else "some rank" for rank in whose)
+            warn(
+                f"step {step}: NaN or Inf in {what} {name} ({where}), of {ranks}. "
+                "check_finite=skip leaves such steps out; off says nothing"
+            )
+
+
 class NonFinite:
     """Finds out on which rank values held a NaN or an Inf, before they are everybody's."""
 

@@ -208,12 +208,13 @@ void Coding::decode_add(const char* wire, int64_t count, float* sum, Isa isa) co
   }
 }
 
-void Coding::add_up(const std::vector<const char*>& wires, Finish finish, int64_t count,
-                    float* sum) const {
+void Coding::add_up(const std::vector<const char*>& wires, Finish finish, int64_t count, float* sum,
+                    OddSources* odd) const {
   std::fill_n(sum, count, 0.0f);
   for (const char* wire : wires) decode_add(wire, count, sum);
   const void* srcs[] = {sum};
-  if (!finish.identity()) reduce(DType::kF32, ReduceOp::kSum, sum, srcs, 1, count, finish);
+  if (odd || !finish.identity())
+    reduce(DType::kF32, ReduceOp::kSum, sum, srcs, 1, count, finish, best_isa(), odd);
 }
 
 }  // namespace bagua

@@ -34,8 +34,8 @@ struct Coding {
   // sum[i] += what the wire says.
   void decode_add(const char* wire, int64_t count, float* sum, Isa isa = best_isa()) const;
   // What several wires say, added up in order, and finished.
-  void add_up(const std::vector<const char*>& wires, Finish finish, int64_t count,
-              float* sum) const;
+  void add_up(const std::vector<const char*>& wires, Finish finish, int64_t count, float* sum,
+              OddSources* odd = nullptr) const;
 };
 
 struct Codec {

@@ -60,4 +60,20 @@ void encode(Job& job, const float* data, float* residual, const Stretch& stretch
   job.coding->encode_rest(data + stretch.begin, lost, stretch.count, wire);
 }
 
+void add_up(const Job& job, const std::vector<const char*>& said, int64_t count, float* sum) {
+  OddSources some;
+  job.coding->add_up(said, job.finish, count, sum, &some);
+  if (!some.any()) return;
+  OddSources odd;
+  std::vector<float> values(static_cast<size_t>(count));
+  for (size_t i = 0; i < said.size(); ++i) {
+    OddSources one;
+    job.coding->decode(said[i], count, values.data());
+    const void* srcs[] = {values.data()};
+    reduce(DType::kF32, ReduceOp::kSum, values.data(), srcs, 1, count, {}, best_isa(), &one);
+    if (one.any()) odd.add(static_cast<int>(i));
+  }
+  job.note(odd, static_cast<int>(said.size()), &job.group);
+}
+
 }  // namespace bagua

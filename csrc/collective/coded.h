@@ -54,6 +54,9 @@ class CodecTime {
   const double began_s_ = now_s();
 };
 
+// Adds up what wires say, of each rank of the job's group.
+void add_up(const Job& job, const std::vector<const char*>& said, int64_t count, float* sum);
+
 // Encodes these of the values in `data`; `residual`, null or for all of data, says what is lost.
 void encode(Job& job, const float* data, float* residual, const Stretch& stretch, char* wire);
 

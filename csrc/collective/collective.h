@@ -113,11 +113,14 @@ struct Job {
   int width() const;
   // Copies, if wished past the caches; then stream_fence() is due before others are told.
   void copy(void* to, const void* from, size_t nbytes, bool past_caches) const;
-  // Reduces this many elements by the job's type and operation.
-  void reduce(const Targets& targets, const void* const* srcs, int nsrcs, int64_t n,
-              Finish finish) const;
+  // Reduces this many elements by the job's type and operation. Source i is rank i's of this group,
+  // if it is given.
+  void reduce(const Targets& targets, const void* const* srcs, int nsrcs, int64_t n, Finish finish,
+              const Group* of = nullptr) const;
   // The same of 16-bit floats, not rounded, and times `factor`.
   void reduce_wide(float* to, const void* const* srcs, int nsrcs, int64_t n, double factor) const;
+  // Remembers what has come through of such sources, and whose it was, if each is one rank's.
+  void note(const OddSources& odd, int nsrcs, const Group* of) const;
   // Rounds so many to 16 bits.
   void narrow(void* to, const float* from, int64_t n) const;
 };

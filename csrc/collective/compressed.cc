@@ -131,7 +131,7 @@ class Compressed {
       const CodecTime time(group_);
       std::vector<const char*> said;
       for (const Wires& wires : wires_) said.push_back(wires.taken + segment.at + tile.at);
-      coding_.add_up(said, job_.finish, tile.count, data_ + tile.begin);
+      add_up(job_, said, tile.count, data_ + tile.begin);
       encode(job_, data_, job_.kept[1], tile, result + tile.at);
       coding_.decode(result + tile.at, tile.count, data_ + tile.begin);
     }

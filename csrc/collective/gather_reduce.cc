@@ -21,7 +21,7 @@ void gather_reduce(Job& job) {
   }
   for (int d = 1; d < n; ++d) flight.add(group.send(group.neighbor(d), mine, nbytes));
   flight.wait();
-  job.reduce(job.data, srcs.data(), n, job.count, job.finish);
+  job.reduce(job.data, srcs.data(), n, job.count, job.finish, &job.group);
 }
 
 }  // namespace bagua

@@ -75,7 +75,7 @@ class NodeChunk {
     const auto at = begin * static_cast<int64_t>(job_.item());
     std::vector<const void*> srcs;
     for (const char* base : bases_) srcs.push_back(base + at);
-    job_.reduce(mine() + at, srcs.data(), static_cast<int>(srcs.size()), count, {});
+    job_.reduce(mine() + at, srcs.data(), static_cast<int>(srcs.size()), count, {}, &group_);
   }
   // The same for 16-bit floats, without rounding, and times `share`.
   void reduce_wide(int64_t begin, int64_t count, float* to, double share) const {

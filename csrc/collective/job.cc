@@ -50,12 +50,14 @@ void Job::copy(void* to, const void* from, size_t nbytes, bool past_caches) cons
 }
 
 void Job::reduce(const Targets& targets, const void* const* srcs, int nsrcs, int64_t n,
-                 Finish finish) const {
+                 Finish finish, const Group* of) const {
   const auto step = static_cast<int64_t>(item());
+  OddSources odd;
   const int64_t rows = nsrcs + targets.count;
   if (nsrcs > kMostRows || targets.count > kMostRows) {
     group.touch(static_cast<size_t>(rows * n * step));
-    return bagua::reduce(dtype, op, targets, srcs, nsrcs, n, finish);
+    bagua::reduce(dtype, op, targets, srcs, nsrcs, n, finish, best_isa(), &odd);
+    return note(odd, nsrcs, of);
   }
   divide(*this, n, step, rows, [&](int64_t begin, int64_t count) {
     const void* from[kMostRows];
@@ -63,8 +65,10 @@ void Job::reduce(const Targets& targets, const void* const* srcs, int nsrcs, int
     for (int i = 0; i < nsrcs; ++i) from[i] = static_cast<const char*>(srcs[i]) + begin * step;
     for (int i = 0; i < targets.count; ++i)
       to[i] = static_cast<char*>(targets.all[i]) + begin * step;
-    bagua::reduce(dtype, op, {to, targets.count, targets.streamed}, from, nsrcs, count, finish);
+    bagua::reduce(dtype, op, {to, targets.count, targets.streamed}, from, nsrcs, count, finish,
+                  best_isa(), &odd);
   });
+  note(odd, nsrcs, of);
 }
 
 void Job::reduce_wide(float* to, const void* const* srcs, int nsrcs, int64_t n,
@@ -72,6 +76,7 @@ void Job::reduce_wide(float* to, const void* const* srcs, int nsrcs, int64_t n,
   // So many elements stay in L1 between one source and the next.
   constexpr int64_t kBlock = 1024;
   const auto step = static_cast<int64_t>(item());
+  OddSources odd;
   divide(*this, n, step, nsrcs + kFloatRows, [&](int64_t begin, int64_t count) {
     float block[kBlock];
     for (int64_t at = begin; at < begin + count; at += kBlock) {
@@ -81,11 +86,25 @@ void Job::reduce_wide(float* to, const void* const* srcs, int nsrcs, int64_t n,
       for (int i = 1; i < nsrcs; ++i) {
         widen(dtype, block, source(i), part);
         const void* both[] = {to + at, block};
-        bagua::reduce(DType::kF32, op, to + at, both, 2, part, {});
+        bagua::reduce(DType::kF32, op, to + at, both, 2, part, {}, best_isa(), &odd);
       }
       if (factor != 1) scale(DType::kF32, to + at, part, factor);
     }
   });
+  note(odd, nsrcs, nullptr);
+}
+
+void Job::note(const OddSources& odd, int nsrcs, const Group* of) const {
+  if (!odd.any()) return;
+  const bool known = of && weights.empty() && nsrcs < OddSources::kMost;
+  if (!known) return group.odd()->add(OddRanks::kSome);
+  bool found = false;
+  for (int i = 0; i < nsrcs; ++i) {
+    if (!odd.has(i)) continue;
+    group.odd()->add(of->rank_of(i));
+    found = true;
+  }
+  if (!found) group.odd()->add(OddRanks::kSome);
 }
 
 void Job::narrow(void* to, const float* from, int64_t n) const {

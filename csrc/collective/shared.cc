@@ -61,7 +61,7 @@ void small(Job& job) {
   std::vector<const void*> srcs(static_cast<size_t>(group.size()));
   for_runs(job, {0, job.count}, [&](int64_t at, int64_t count, const char*, char* out) {
     for (int i = 0; i < group.size(); ++i) srcs[static_cast<size_t>(i)] = stage.of(i) + at * item;
-    job.reduce(out, srcs.data(), group.size(), count, job.finish);
+    job.reduce(out, srcs.data(), group.size(), count, job.finish, &group);
   });
   stage.leave();
 }
@@ -76,7 +76,7 @@ void in_arenas(Job& job, const std::vector<char*>& data, Pace& pace, bool past_c
   for (char* base : data) targets.push_back(base + slice.begin * static_cast<int64_t>(job.item()));
   const double began_s = now_s();
   job.reduce({targets.data(), group.size(), past_caches ? group.size() : 0}, targets.data(),
-             group.size(), slice.count, job.finish);
+             group.size(), slice.count, job.finish, &group);
   if (past_caches) stream_fence();
   group.step();
   pace.took(past_caches, (now_s() - began_s) / static_cast<double>(job.nbytes()));
@@ -135,7 +135,7 @@ void staged(Job& job, int width, const std::vector<char*>& shown) {
       }
       srcs[static_cast<size_t>(me)] = in;
       void* targets[] = {out, stage.mine() + place};
-      job.reduce({targets, 2, stream}, srcs.data(), n, count, job.finish);
+      job.reduce({targets, 2, stream}, srcs.data(), n, count, job.finish, &group);
     });
     if (stream) stream_fence();
     stage.step();

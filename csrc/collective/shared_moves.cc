@@ -221,7 +221,7 @@ void shared_reducescatter(Job& job) {
     for (int i = 0; i < n; ++i)
       srcs[static_cast<size_t>(i)] = i == me ? job.in + ins[me] + begin : move.of(i);
     void* target = job.out + begin;
-    job.reduce({&target, 1, is_large(mine) ? 1 : 0}, srcs.data(), n, count, job.finish);
+    job.reduce({&target, 1, is_large(mine) ? 1 : 0}, srcs.data(), n, count, job.finish, &job.group);
   });
 }
 

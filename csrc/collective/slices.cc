@@ -70,7 +70,7 @@ bool SliceReducer::reduce(const std::function<void(int64_t, int64_t)>& reduced, 
       srcs[job_.group.neighbor(-(p + 1))] = memory_ + stride_ * index(segment_, p);
     }
     srcs[me] = own + at * item;
-    job_.reduce(slices_.out + at * item, srcs.data(), peers_ + 1, count, job_.finish);
+    job_.reduce(slices_.out + at * item, srcs.data(), peers_ + 1, count, job_.finish, &job_.group);
     post(segment_ + depth_);  // where this one was
     reduced(at, count);
   }

@@ -59,7 +59,7 @@ class Gather {
         std::vector<const char*> said;
         for (int i = 0; i < group_.size(); ++i) said.push_back(wire(i, segment) + tile.at);
         float* const out = data_ + tile.begin;
-        job_.coding->add_up(said, job_.finish, tile.count, past ? tile_sum_ : out);
+        add_up(job_, said, tile.count, past ? tile_sum_ : out);
         if (past) stream_copy(out, tile_sum_, static_cast<size_t>(tile.count) * sizeof(float));
       }
       if (past) stream_fence();

@@ -143,6 +143,7 @@ class Engine {
     Exchange(const Exchange&) = delete;
     void end();
     bool count();
+    void tell_odd() const;
 
     Engine& engine;
     const Task task;
@@ -204,7 +205,7 @@ class Engine {
   void count_past(int32_t id, uint64_t seq);
   void run_special(Request& request);
   void finish_join(int32_t id, int last_joined);
-  void announce(const std::vector<RequestPtr>& requests);
+  void announce(const Exchange& exchange);
   void complete(const std::vector<RequestPtr>& requests, const FailurePtr& failure);
 
   // engine_failure.cc

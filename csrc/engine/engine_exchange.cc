@@ -102,7 +102,7 @@ Engine::Exchange::Exchange(Engine& engine, const Task& task)
             [this] {
               end();
               count();
-              this->engine.announce(requests);
+              this->engine.announce(*this);
             }} {
   ++engine.exchange_count_;
 }
@@ -133,6 +133,13 @@ bool Engine::Exchange::count() {
   return more;
 }
 
+// Before anybody can look. Requests whose values were announced have been told.
+void Engine::Exchange::tell_odd() const {
+  const std::vector<int>& odd = group.odd()->ranks;
+  for (const RequestPtr& request : requests)
+    if (!odd.empty() && !request->handle->has_values()) request->handle->odd = odd;
+}
+
 void Engine::carry_out(Exchange& exchange) {
   const auto& requests = exchange.requests;
   Workbench& bench = exchange.bench;
@@ -156,6 +163,7 @@ void Engine::carry_out(Exchange& exchange) {
   }
   exchange.end();
   exchange.count();
+  exchange.tell_odd();
   complete(requests, nullptr);
 }
 
@@ -192,9 +200,10 @@ Staging* Engine::staging_for(const std::vector<RequestPtr>& requests) {
 }
 
 // Who waits for the values may go on.
-void Engine::announce(const std::vector<RequestPtr>& requests) {
+void Engine::announce(const Exchange& exchange) {
+  exchange.tell_odd();
   std::lock_guard<std::mutex> lock(mutex_);
-  for (const RequestPtr& request : requests)
+  for (const RequestPtr& request : exchange.requests)
     request->handle->has_values_.store(true, std::memory_order_release);
   if (waiting_ > 0) changed_.notify_all();
 }

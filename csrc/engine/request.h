@@ -132,6 +132,9 @@ class Handle {
 
   std::vector<Output> outputs;  // allgather, alltoall: one per tensor
   int64_t value = -1;           // join: the last rank; add_process_set: the id
+  // Ranks whose values held a NaN or an Inf, as far as this one has reduced them; see OddRanks. Of
+  // all requests that went together.
+  std::vector<int> odd;
 
  private:
   friend class Engine;

@@ -136,26 +136,54 @@ inline A finished(A a, Finish f) {
   }
 }
 
-// What a block goes through: from the sources into accumulators, from those into results. Each loop
-// is a function by itself, which is compiled once for each instruction set, and for all reductions
-// if it is the same for them, and knows that its arrays are apart.
+// The bits of a float without its sign, by which NaN and Inf are the largest; of others nothing.
+template <class A>
+struct Magnitude {
+  using Bits = uint32_t;
+  static Bits of(A) { return 0; }
+  static bool is_odd(Bits) { return false; }
+};
+template <class Float, class Unsigned>
+struct FloatMagnitude {
+  using Bits = Unsigned;
+  static Bits of(Float x) {
+    Bits bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits & ~(Bits{1} << (8 * sizeof bits - 1));
+  }
+  static bool is_odd(Bits bits) { return bits >= of(std::numeric_limits<Float>::infinity()); }
+};
+template <>
+struct Magnitude<float> : FloatMagnitude<float, uint32_t> {};
+template <>
+struct Magnitude<double> : FloatMagnitude<double, uint64_t> {};
+
+// What a block goes through: from the sources into accumulators, whose greatest magnitude is told,
+// from those into results. Each loop is a function by itself, which is compiled once for each
+// instruction set, and for all reductions if it is the same for them, and knows that its arrays are
+// apart.
 template <class E>
 struct Loops {
   using T = typename E::Value;
   using A = typename E::Acc;
-  void (*load)(const T* in, int64_t n, A* acc);
+  using Bits = typename Magnitude<A>::Bits;
+  Bits (*load)(const T* in, int64_t n, A* acc);
   void (*store)(const A* acc, int64_t n, T* out);
   void (*finish)(const A* acc, int64_t n, Finish finish, T* out);
-  void (*first_two)(const T* a, const T* b, int64_t n, A* acc);
-  void (*next)(const T* in, int64_t n, A* acc);
+  Bits (*first_two)(const T* a, const T* b, int64_t n, A* acc);
+  Bits (*next)(const T* in, int64_t n, A* acc);
 };
 template <class E>
 struct Ends {
   using T = typename E::Value;
   using A = typename E::Acc;
+  using M = Magnitude<A>;
 #define BAGUA_ENDS(isa, attribute)                                                           \
-  attribute static void load_##isa(const T* __restrict in, int64_t n, A* __restrict acc) {   \
-    for (int64_t i = 0; i < n; ++i) acc[i] = E::load(in[i]);                                 \
+  attribute static typename M::Bits load_##isa(const T* __restrict in, int64_t n,            \
+                                               A* __restrict acc) {                          \
+    typename M::Bits most = 0;                                                               \
+    for (int64_t i = 0; i < n; ++i) most = std::max(most, M::of(acc[i] = E::load(in[i])));   \
+    return most;                                                                             \
   }                                                                                          \
   attribute static void store_##isa(const A* __restrict acc, int64_t n, T* __restrict out) { \
     for (int64_t i = 0; i < n; ++i) out[i] = E::store(acc[i]);                               \
@@ -171,13 +199,21 @@ template <class E, class Op>
 struct Folds {
   using T = typename E::Value;
   using A = typename E::Acc;
-#define BAGUA_FOLDS(isa, attribute)                                                              \
-  attribute static void first_two_##isa(const T* __restrict a, const T* __restrict b, int64_t n, \
-                                        A* __restrict acc) {                                     \
-    for (int64_t i = 0; i < n; ++i) acc[i] = Op::apply(E::load(a[i]), E::load(b[i]));            \
-  }                                                                                              \
-  attribute static void next_##isa(const T* __restrict in, int64_t n, A* __restrict acc) {       \
-    for (int64_t i = 0; i < n; ++i) acc[i] = Op::apply(acc[i], E::load(in[i]));                  \
+  using M = Magnitude<A>;
+#define BAGUA_FOLDS(isa, attribute)                                                               \
+  attribute static typename M::Bits first_two_##isa(const T* __restrict a, const T* __restrict b, \
+                                                    int64_t n, A* __restrict acc) {               \
+    typename M::Bits most = 0;                                                                    \
+    for (int64_t i = 0; i < n; ++i)                                                               \
+      most = std::max(most, M::of(acc[i] = Op::apply(E::load(a[i]), E::load(b[i]))));             \
+    return most;                                                                                  \
+  }                                                                                               \
+  attribute static typename M::Bits next_##isa(const T* __restrict in, int64_t n,                 \
+                                               A* __restrict acc) {                               \
+    typename M::Bits most = 0;                                                                    \
+    for (int64_t i = 0; i < n; ++i)                                                               \
+      most = std::max(most, M::of(acc[i] = Op::apply(acc[i], E::load(in[i]))));                   \
+    return most;                                                                                  \
   }
   BAGUA_CLONES(BAGUA_FOLDS)
 #undef BAGUA_FOLDS
@@ -217,7 +253,7 @@ Finish without_rounding(Finish f) {
 
 template <class E>
 void reduce_blocks(ReduceOp op, const Targets& targets, const void* const* srcs, int nsrcs,
-                   int64_t count, Finish finish, Isa isa) {
+                   int64_t count, Finish finish, Isa isa, OddSources* odd) {
   using T = typename E::Value;
   using A = typename E::Acc;
   const Loops<E>& to = loops<E>(op, isa);
@@ -227,12 +263,19 @@ void reduce_blocks(ReduceOp op, const Targets& targets, const void* const* srcs,
   for (int64_t at = 0; at < count; at += kBlock) {
     const int64_t n = std::min(count - at, kBlock);
     const auto source = [&](int s) { return static_cast<const T*>(srcs[s]) + at; };
-    if (nsrcs == 1) {
-      to.load(source(0), n, acc);
-    } else {
-      to.first_two(source(0), source(1), n, acc);
+    auto most =
+        nsrcs == 1 ? to.load(source(0), n, acc) : to.first_two(source(0), source(1), n, acc);
+    for (int s = 2; s < nsrcs; ++s) most = to.next(source(s), n, acc);
+    if (odd && Magnitude<A>::is_odd(most)) {  // a source may be a target, but is not written yet
+      bool found = false;
+      for (int s = 0; s < nsrcs; ++s) {
+        const auto is_odd = [](T x) { return Magnitude<A>::is_odd(Magnitude<A>::of(E::load(x))); };
+        if (std::none_of(source(s), source(s) + n, is_odd)) continue;
+        odd->add(s);
+        found = true;
+      }
+      if (!found) odd->add(OddSources::kMost - 1);
     }
-    for (int s = 2; s < nsrcs; ++s) to.next(source(s), n, acc);
     T* out = direct ? static_cast<T*>(targets.all[0]) + at : results;
     const void* final = out;
     if (!finish.identity()) {
@@ -249,7 +292,7 @@ void reduce_blocks(ReduceOp op, const Targets& targets, const void* const* srcs,
 }  // namespace
 
 void reduce(DType dtype, ReduceOp op, const Targets& targets, const void* const* srcs, int nsrcs,
-            int64_t count, Finish finish, Isa isa) {
+            int64_t count, Finish finish, Isa isa, OddSources* odd) {
   if (is_complex(dtype) && op != ReduceOp::kProduct) {  // real and imaginary part each by itself
     dtype = dtype == DType::kC64 ? DType::kF32 : DType::kF64;
     count *= 2;
@@ -261,8 +304,8 @@ void reduce(DType dtype, ReduceOp op, const Targets& targets, const void* const*
     // Where nothing is done at the end, the bits that wider accumulators add would be dropped.
     if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool> && sizeof(T) < 8)
       if (finish.identity())
-        return reduce_blocks<Plain<T>>(op, targets, srcs, nsrcs, count, finish, isa);
-    reduce_blocks<Element<T>>(op, targets, srcs, nsrcs, count, finish, isa);
+        return reduce_blocks<Plain<T>>(op, targets, srcs, nsrcs, count, finish, isa, odd);
+    reduce_blocks<Element<T>>(op, targets, srcs, nsrcs, count, finish, isa, odd);
   });
 }
 

@@ -1,6 +1,8 @@
 // Element-wise reductions on host memory. They are the only arithmetic the exact collectives do.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 
 #include "common/types.h"
@@ -32,6 +34,22 @@ struct Targets {
   int streamed = 0;
 };
 
+// Which sources held a NaN or an Inf that has come through to a result: bit i is of source i, the
+// last one of all from there on, and of what has become too large on the way. Several threads may
+// reduce parts of one job.
+class OddSources {
+ public:
+  static constexpr int kMost = 64;
+  void add(int source) {
+    bits_.fetch_or(uint64_t{1} << std::min(source, kMost - 1), std::memory_order_relaxed);
+  }
+  bool has(int source) const { return bits_ >> std::min(source, kMost - 1) & 1; }
+  bool any() const { return bits_ != 0; }
+
+ private:
+  std::atomic<uint64_t> bits_{0};
+};
+
 // dst[i] = finish(op(srcs[0][i], srcs[1][i], ...)), in that order, for every target. 16-bit floats
 // accumulate in float and integers below 64 bits in a wider one, so there is one rounding per
 // result. A target may be one of the sources. Rows begin at multiples of their element's size.
@@ -39,7 +57,7 @@ struct Targets {
 // exactly; by any other they are multiplied as doubles, so beyond 2^53 rounded, and what the type
 // does not hold becomes its least or greatest value.
 void reduce(DType dtype, ReduceOp op, const Targets& targets, const void* const* srcs, int nsrcs,
-            int64_t count, Finish finish, Isa isa = best_isa());
+            int64_t count, Finish finish, Isa isa = best_isa(), OddSources* odd = nullptr);
 
 // data[i] *= factor, rounded like reduce().
 void scale(DType dtype, void* data, int64_t count, double factor);

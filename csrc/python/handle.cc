@@ -157,6 +157,14 @@ PyObject* get_value(PyObject* self, void*) {
   return PyLong_FromLongLong(as_handle(self).handle->value);
 }
 
+PyObject* get_odd(PyObject* self, void*) {
+  return guarded([&] {
+    const Handle& handle = *as_handle(self).handle;
+    if (!handle.has_values() || handle.odd.empty()) return PyTuple_New(0);
+    return py::tuple(py::cast(handle.odd)).release().ptr();
+  });
+}
+
 PyObject* get_finish(PyObject* self, void*) {
   PyObject* finish = as_handle(self).finish;
   return new_ref(finish ? finish : Py_None);
@@ -181,6 +189,10 @@ PyMethodDef methods[] = {
 PyGetSetDef properties[] = {
     {"finish", get_finish, set_finish, "Makes the result of this finished handle.", nullptr},
     {"value", get_value, nullptr, "The number an operation without tensors gives.", nullptr},
+    {"odd", get_odd, nullptr,
+     "Ranks whose values held a NaN or an Inf, as far as this one has reduced them; -1: some "
+     "rank's.",
+     nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 PyType_Slot slots[] = {

@@ -1,6 +1,8 @@
 // The ranks that take part in one exchange, seen from one of them. Collectives speak only to this.
 #pragma once
 
+#include <algorithm>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -14,6 +16,16 @@ struct Work {
   int64_t sent_nbytes = 0;
   int64_t touched_nbytes = 0;
   double codec_s = 0;
+};
+
+// Whose values held a NaN or an Inf that came through to what was reduced here.
+struct OddRanks {
+  static constexpr int kSome = -1;  // nobody knows whose
+
+  void add(int rank) {
+    if (std::find(ranks.begin(), ranks.end(), rank) == ranks.end()) ranks.push_back(rank);
+  }
+  std::vector<int> ranks;
 };
 
 class Group {
@@ -40,7 +52,9 @@ class Group {
       if (i == me_) me = static_cast<int>(ranks.size());
       ranks.push_back(ranks_[i]);
     }
-    return {transport_, waiter_, std::move(ranks), me, track_};
+    Group part(transport_, waiter_, std::move(ranks), me, track_);
+    part.odd_ = odd_;
+    return part;
   }
   // What a part of this group has done is done by it.
   void count(const Group& part) {
@@ -51,6 +65,7 @@ class Group {
   bool on_shared_nodes() const { return bagua::on_shared_nodes(transport_, ranks_); }
   // Equal for those that share memory.
   int node_of(int index) const { return transport_.node_of(ranks_[index]); }
+  Group(Group&&) = default;
   Group(const Group&) = delete;
 
   int size() const { return static_cast<int>(ranks_.size()); }
@@ -140,6 +155,9 @@ class Group {
     waiter_.look();
   }
 
+  // Of sources that a reduction takes.
+  const std::shared_ptr<OddRanks>& odd() const { return odd_; }
+
   // So long it took to encode or decode.
   void spend_in_codec(double s) { work_.codec_s += s; }
   const Work& work() const { return work_; }
@@ -163,6 +181,7 @@ class Group {
   std::vector<int> node_indices_;
   static constexpr int64_t kLookNbytes = 128 << 20;
   Work work_;
+  std::shared_ptr<OddRanks> odd_ = std::make_shared<OddRanks>();
   int64_t look_at_ = kLookNbytes;
 };
 

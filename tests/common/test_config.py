@@ -131,7 +131,7 @@ def test_what_must_agree():
         "allow_shared_gpu": False,
         "algorithm": "gradient_allreduce",
         "check_replicas_every": 0.0,
-        "check_finite": "off",
+        "check_finite": "watch",
         "learn_bucket_order": True,
     }
 

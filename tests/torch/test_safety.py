@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from bagua.algorithms import Algorithm, ByteGrad, Exchange, LocalSGD, PerParameter, find
+from bagua.algorithms import Algorithm, ByteGrad, Exchange, LocalSGD, PerParameter, TopK, find
 from bagua.common.world import world
 from bagua.torch.own import keep_own
 
@@ -209,6 +209,46 @@ def test_that_nothing_is_compared_is_told_once(everyone, hvd, setting):
     told = [str(w.message) for w in caught if "check_replicas_every compares" in str(w.message)]
     assert len(told) == (everyone.me == 0)
     optimizer.settle()
+
+
+WATCHED = {
+    "exact": Algorithm(),
+    "fp16": Algorithm(codec="fp16"),
+    "minmax_u8": Algorithm(codec="minmax_u8", exact=[]),
+    "sign1": Algorithm(codec="sign1", exact=[]),
+    "topk": TopK(hierarchical=False, exact=[]),
+    "low rank": Algorithm(low_rank=1),
+    "mean of machines": Algorithm(hierarchical=True),
+}
+
+
+@pytest.mark.parametrize("wish", ["watch", "off"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("how", list(WATCHED))
+def test_what_is_no_number_is_seen_on_its_way(everyone, hvd, setting, how, bad, wish):
+    """Without anybody looking for it: some rank that reduces it tells whose it was."""
+    setting(check_finite=wish, bucket_mb=1e-5)
+    params = [nn.Parameter(torch.zeros(100, 20)) for _ in range(3)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.0), algorithm=WATCHED[how])
+    last = everyone.size - 1
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = sum(param.sum() for param in params)
+        if step == 2 and everyone.me == last:
+            loss = loss + bad * params[1][3, 4]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss.backward()
+            early = [w for w in caught if "NaN or Inf" in str(w.message)]
+            optimizer.step()
+        assert not early  # a GradScaler may have looked for it
+        told = [str(w.message) for w in caught if "NaN or Inf" in str(w.message)]
+        everyones = [text for texts in hvd.allgather_object(told) for text in texts]
+        seen = step == 2 and everyone.size > 1 and wish == "watch"
+        assert bool(everyones) == seen, everyones
+        for text in everyones:
+            assert "step 2: NaN or Inf in the gradient of parameter.1 (" in text
+            assert f"of rank {last}. " in text or how == "mean of machines"
 
 
 @pytest.mark.parametrize("overlaps", [True, False])

@@ -190,6 +190,60 @@ TEST(Reduce, NanPassesThroughFromEitherSide) {
   }
 }
 
+// Whichever source it is in, wherever in a block, and where a source is a target, too.
+template <class T>
+void tell_odd_sources(DType dtype, T one, const std::vector<T>& odd_values) {
+  constexpr int64_t kCount = 1100;
+  for (int i = 0; i < kIsaCount; ++i) {
+    const Isa isa = static_cast<Isa>(i);
+    if (!has_isa(isa)) continue;
+    for (const int nsrcs : {1, 2, 3, 5})
+      for (int from = -1; from < nsrcs; ++from)
+        for (const int64_t at : {0, 511, 512, 1099})
+          for (const T odd_value : odd_values) {
+            std::vector<std::vector<T>> values(static_cast<size_t>(nsrcs),
+                                               std::vector<T>(kCount, one));
+            if (from >= 0) values[static_cast<size_t>(from)][static_cast<size_t>(at)] = odd_value;
+            std::vector<const void*> srcs;
+            for (const auto& source : values) srcs.push_back(source.data());
+            OddSources odd;
+            reduce(dtype, ReduceOp::kSum, values[0].data(), srcs.data(), nsrcs, kCount,
+                   Finish{static_cast<double>(nsrcs), 1}, isa, &odd);
+            ASSERT_EQ(odd.any(), from >= 0);
+            for (int s = 0; s < nsrcs; ++s) ASSERT_EQ(odd.has(s), s == from) << nsrcs;
+          }
+  }
+}
+
+TEST(Reduce, TellsWhichSourcesAreNoNumbers) {
+  const float inf = std::numeric_limits<float>::infinity();
+  const std::vector<float> odd = {inf, -inf, std::numeric_limits<float>::quiet_NaN()};
+  tell_odd_sources<float>(DType::kF32, 1, odd);
+  tell_odd_sources<double>(DType::kF64, 1, {odd.begin(), odd.end()});
+  std::vector<F16> halves;
+  std::vector<BF16> bfloats;
+  for (const float x : odd) {
+    halves.push_back(to_f16(x));
+    bfloats.push_back(to_bf16(x));
+  }
+  tell_odd_sources<F16>(DType::kF16, to_f16(1), halves);
+  tell_odd_sources<BF16>(DType::kBF16, to_bf16(1), bfloats);
+}
+
+TEST(Reduce, TellsThatASumIsTooLarge) {
+  std::vector<float> a(600, 3e38f), b(600, 3e38f);
+  const void* srcs[] = {a.data(), b.data()};
+  OddSources odd;
+  reduce(DType::kF32, ReduceOp::kSum, a.data(), srcs, 2, 600, {}, best_isa(), &odd);
+  EXPECT_TRUE(odd.any());
+  EXPECT_FALSE(odd.has(0) || odd.has(1));
+  std::vector<int32_t> ints(600, 0x7f800000);  // which as a float is Inf
+  const void* sources[] = {ints.data(), ints.data()};
+  OddSources none;
+  reduce(DType::kI32, ReduceOp::kMax, ints.data(), sources, 2, 600, {}, best_isa(), &none);
+  EXPECT_FALSE(none.any());
+}
+
 TEST(Reduce, InfinityAndOverflow) {
   const float infinity = INFINITY, large = std::numeric_limits<float>::max();
   EXPECT_EQ(reduce_two(DType::kF32, ReduceOp::kSum, infinity, 1.0f), infinity);
