@@ -84,7 +84,7 @@ class World:
         """What the engine is told of this rank."""
         settings = asdict(self.config)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            settings["inline_drive"] = False  # keeps all MPI on the coordination thread
+            settings["inline_drive"] = False  # then all MPI is on the coordination thread
         settings["nccl_path"] = library_path()
         settings["nccl_shares_gpu"] = nccl_shares_gpu()
         return settings

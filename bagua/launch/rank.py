@@ -329,8 +329,8 @@ def _share_cores() -> None:
     """The program's share of the cores as its number of threads, unless it has been told one.
 
     Libraries see a machine's cores or what mpirun binds to, and not how many ranks share them:
-    left alone they start too many threads or just one. mpirun, this one's parent, is bound to
-    nothing.
+    left alone they start too many threads or just one. mpirun, this one's parent, has the cores of
+    all, which the ranks it binds are spread over.
     """
     local_size = next((os.environ[n] for n in _LOCAL_SIZE_VARIABLES if n in os.environ), "")
     if THREADS not in os.environ and local_size.isdigit() and hasattr(os, "sched_getaffinity"):

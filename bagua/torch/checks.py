@@ -253,21 +253,29 @@ def _check_gpus(everyone: Iterable[tuple[int, set[bytes]]]) -> None:
                 )
 
 
-def check_same_names(names: Sequence[str], process_set: ProcessSet) -> None:
-    """Costs an exchange of 8 bytes, and of all names only where they differ."""
-    mine = np.frombuffer(hashlib.blake2b(repr(names).encode(), digest_size=8).digest(), np.uint8)
+def check_alike(named: Sequence[tuple[str, torch.Tensor]], process_set: ProcessSet) -> None:
+    """Costs an exchange of 8 bytes, and of all names and shapes only where they differ."""
+    these = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
+    mine = np.frombuffer(hashlib.blake2b(repr(these).encode(), digest_size=8).digest(), np.uint8)
     digests = numpy_ops.allgather(mine[None], process_set=process_set)
     if (digests == digests[0]).all():
         return
-    everyone = allgather_object([(name,) for name in names], process_set=process_set)
+    everyone = allgather_object(these, process_set=process_set)
     root = process_set.ranks[0]
     for rank, theirs in zip(process_set.ranks, everyone):
         if theirs != everyone[0]:
-            text = difference(everyone[0], theirs, f"rank {root}", f"rank {rank}")
-            raise UsageError(f"broadcast_parameters: names differ between ranks: {text}")
+            fields = "name, dtype, shape"
+            text = difference(everyone[0], theirs, f"rank {root}", f"rank {rank}", fields)
+            raise UsageError(f"broadcast_parameters: parameters differ between ranks: {text}")
 
 
-def difference(theirs: Sequence[Any], mine: Sequence[Any], their_rank: str, my_rank: str) -> str:
+def difference(
+    theirs: Sequence[Any],
+    mine: Sequence[Any],
+    their_rank: str,
+    my_rank: str,
+    fields: str = "name, dtype, shape, strides",
+) -> str:
     names = {their_rank: [name for name, *_ in theirs], my_rank: [name for name, *_ in mine]}
     alone = []
     for rank, other in ((their_rank, my_rank), (my_rank, their_rank)):
@@ -279,7 +287,7 @@ def difference(theirs: Sequence[Any], mine: Sequence[Any], their_rank: str, my_r
     unlike = [(a, b) for a, b in zip(theirs, mine) if a != b]
     a, b = unlike[0]
     more = f", and {len(unlike) - 1} more" if len(unlike) > 1 else ""
-    return f"{a} on {their_rank}, {b} on {my_rank} (name, dtype, shape, strides){more}"
+    return f"{a} on {their_rank}, {b} on {my_rank} ({fields}){more}"
 
 
 def checked_names(

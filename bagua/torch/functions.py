@@ -11,7 +11,7 @@ from bagua.common.errors import UsageError
 from bagua.common.objects import allgather_object, broadcast_object, broadcast_object_fn
 from bagua.common.process_set import ProcessSet, global_process_set
 from bagua.common.world import rank, world
-from bagua.torch.checks import check_same_names
+from bagua.torch.checks import check_alike
 from bagua.torch.nested import broadcast_all, broadcast_nested
 from bagua.torch.optimizer import DistributedOptimizer
 from bagua.torch.own import OwnMemory, is_own
@@ -72,7 +72,7 @@ def broadcast_parameters(
         if isinstance(tensor, torch.Tensor) and not own.has(tensor):
             distinct.setdefault(_memory_of(tensor), (str(name), tensor))
     named = sorted(distinct.values(), key=lambda pair: pair[0])  # ranks may differ in their order
-    check_same_names([name for name, _ in named], process_set)
+    check_alike(named, process_set)
     broadcast_all([tensor for _, tensor in named], root_rank, process_set)
 
 

@@ -99,7 +99,13 @@ class Local {
       return MPI_Comm_split_type(comm, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, result.get());
     });
     auto code = split.get_future();
-    std::thread(std::move(split)).detach();
+    int level = MPI_THREAD_SINGLE;
+    MPI_Query_thread(&level);
+    if (level < MPI_THREAD_SERIALIZED) {
+      split();  // only this thread may
+    } else {
+      std::thread(std::move(split)).detach();
+    }
     const std::chrono::duration<double> left(deadline_s - now_s());
     if (code.wait_for(left) != std::future_status::ready) throw PeerError(kLate);
     check(code.get(), "MPI_Comm_split_type");

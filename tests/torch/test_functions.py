@@ -96,10 +96,21 @@ def test_parameters_of_other_names(everyone, hvd):
     params = {
         name: torch.full((2,), everyone.me) for name in ("ab" if everyone.me < last else "ax")
     }
-    words = f"names differ between ranks: rank 0 alone has b; rank {last} alone has x"
+    words = f"parameters differ between ranks: rank 0 alone has b; rank {last} alone has x"
     with pytest.raises(hvd.UsageError, match=words):
         hvd.broadcast_parameters(params, 0)
     assert all((tensor == everyone.me).all() for tensor in params.values())
+
+
+@pytest.mark.ranks(2, 3)
+def test_parameters_of_other_shapes(everyone, hvd):
+    last = everyone.size - 1
+    params = {"a": torch.zeros(3), "b": torch.zeros(2, 4 + (everyone.me == last))}
+    words = (
+        rf"'b', 'float32', \(2, 4\)\) on rank 0, .*\(2, 5\)\) on rank {last} \(name, dtype, shape\)"
+    )
+    with pytest.raises(hvd.UsageError, match=words):
+        hvd.broadcast_parameters(params, 0)
 
 
 OPTIMIZERS = {
