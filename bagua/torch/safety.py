@@ -203,10 +203,12 @@ def first_odd(named: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 class Seen:
-    """Tells of what exchanges have seen that was no number; once, where that goes on."""
+    """Tells of what exchanges have seen that was no number; not again before it has been over."""
+
+    _OVER = 100  # steps without
 
     def __init__(self) -> None:
-        self._last = -2  # the step of which there was something to tell
+        self._last = -self._OVER  # the step of which there was something to tell
 
     @staticmethod
     def wanted() -> bool:
@@ -216,7 +218,7 @@ class Seen:
         name = first_odd(named)
         if not name:
             return  # what went with it had some
-        began, self._last = step > self._last + 1, max(step, self._last)
+        began, self._last = step >= self._last + self._OVER, max(step, self._last)
         if began:
             ranks = ", ".join(f"rank {rank}" if rank >= 0 else "some rank" for rank in whose)
             warn(

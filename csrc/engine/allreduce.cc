@@ -10,7 +10,7 @@ namespace {
 
 // Scales everything, in the place where the results go.
 void scale_all(Job& job, double factor) {
-  job.group.touch(2 * job.nbytes());
+  if (factor != 1) job.group.touch(2 * job.nbytes());
   if (job.data) return scale(job.dtype, job.data, job.count, factor);
   for (Fragment& f : job.fragments) {
     copy(job.group, f.out, f.in, static_cast<size_t>(f.count) * job.item());
