@@ -34,6 +34,7 @@ from bagua.torch.safety import (
     checksum_of,
     first_not_finite,
     first_odd,
+    looks_at_all,
     spoils,
 )
 from bagua.torch.standing import Standing
@@ -77,7 +78,7 @@ class BetweenSteps:
         self._begun = False
         self._seen = Seen()
         self._watch = None
-        if world().config.check_finite in ("report", "skip"):
+        if looks_at_all():
             self._watch = NonFinite(standing.process_set, standing.name("finite"))
         self.refresh()
 
@@ -99,10 +100,7 @@ class BetweenSteps:
     def stepped(self) -> None:
         """The optimizer has stepped."""
         for piece in self._pieces:
-            whose, piece.odd = piece.odd, ()
-            if whose and self._seen.wanted():
-                named = list(zip(piece.names, piece.params))
-                self._seen.tell(self._step, whose, "the weight", piece.name, named)
+            self._seen.tell(self._step, piece, "the weight", zip(piece.names, piece.params))
         self._step += 1
         self._note(differ=not self.equal_now())
 
@@ -214,13 +212,12 @@ class BetweenSteps:
 
     def _look_at_gradients(self) -> None:
         """Those that are no numbers stay with this rank, if it does not step."""
-        wish = world().config.check_finite
         self.skips = False
-        if wish not in ("report", "skip"):
+        if not looks_at_all():
             return
         named = [(self._name(param), param) for param in self._all_params]  # its own, too
         found = first_not_finite(named)
-        self.skips = bool(found) and wish == "skip"
+        self.skips = bool(found) and world().config.check_finite == "skip"
         if found:
             skipped = "; this rank keeps its weights" if self.skips else ""
             where = f"{found} on rank {world().rank}"

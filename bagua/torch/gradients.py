@@ -31,7 +31,7 @@ from bagua.torch.claims import claims
 from bagua.torch.grouping import Grouping
 from bagua.torch.layout import Layout
 from bagua.torch.loose import Loose
-from bagua.torch.safety import NonFinite, Seen, spoils
+from bagua.torch.safety import NonFinite, Seen, looks_at_all, spoils
 from bagua.torch.shipment import Shipment
 from bagua.torch.slot import Slot
 from bagua.torch.standing import Standing, in_one_piece
@@ -83,7 +83,7 @@ class Gradients:
             step,
         )
         self._watch = None
-        if config.check_finite in ("report", "skip"):
+        if looks_at_all():
             self._watch = NonFinite(process_set, standing.name("finite"))
         loose = Loose(self._plan, compression)
         self.layout = Layout(
@@ -342,11 +342,9 @@ class Gradients:
                 "like that; clip only while it warms up"
             )
         for bucket in self.layout.buckets:
-            whose, bucket.odd = bucket.odd, ()
-            if whose and self._seen.wanted():
-                grads = [(slot.name, slot.param.grad) for slot in bucket.slots]
-                named = [(name, grad) for name, grad in grads if grad is not None]
-                self._seen.tell(self._plan.step, whose, "the gradient of", bucket.name, named)
+            grads = ((slot.name, slot.param.grad) for slot in bucket.slots)
+            there = ((name, grad) for name, grad in grads if grad is not None)
+            self._seen.tell(self._plan.step, bucket, "the gradient of", there)
         self._folded = None
         self._plan.step += 1
         self.skips = False

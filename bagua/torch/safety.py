@@ -24,6 +24,7 @@ from bagua.torch import capture
 from bagua.torch.standing import Standing
 
 Named = Sequence[tuple[str, torch.Tensor]]
+Tensors = Iterable[tuple[str, torch.Tensor]]
 
 _SAMPLE = 64
 
@@ -186,12 +187,17 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''}"
 
 
+def looks_at_all() -> bool:
+    """Whether all that is exchanged is looked at, before and after."""
+    return world().config.check_finite in ("report", "skip")
+
+
 def first_not_finite(named: Named) -> str:
     """The parameter whose gradient holds a NaN or an Inf; an empty string if none does."""
     return first_odd((name, param.grad) for name, param in named if param.grad is not None)
 
 
-def first_odd(named: Iterable[tuple[str, torch.Tensor]]) -> str:
+def first_odd(named: Tensors) -> str:
     """The first of these tensors that does; by its name."""
     for name, tensor in named:
         values = tensor.detach()
@@ -210,11 +216,11 @@ class Seen:
     def __init__(self) -> None:
         self._last = -self._OVER  # the step of which there was something to tell
 
-    @staticmethod
-    def wanted() -> bool:
-        return bool(world().config.check_finite == "watch")
-
-    def tell(self, step: int, whose: Sequence[int], what: str, where: str, named: Named) -> None:
+    def tell(self, step: int, carrier: Any, what: str, named: Tensors) -> None:
+        """Of this bucket or piece, in which the tensors are."""
+        whose, carrier.odd = carrier.odd, ()
+        if not whose or world().config.check_finite != "watch":
+            return
         name = first_odd(named)
         if not name:
             return  # what went with it had some
@@ -222,7 +228,7 @@ class Seen:
         if began:
             ranks = ", ".join(f"rank {rank}" if rank >= 0 else "some rank" for rank in whose)
             warn(
-                f"step {step}: NaN or Inf in {what} {name} ({where}), of {ranks}. "
+                f"step {step}: NaN or Inf in {what} {name} ({carrier.name}), of {ranks}. "
                 "check_finite=skip leaves such steps out; off says nothing"
             )
 
@@ -241,7 +247,7 @@ class NonFinite:
         if name := first_not_finite(named):
             self._mine[where] = name
 
-    def look_at_values(self, where: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def look_at_values(self, where: str, named: Tensors) -> None:
         """At the tensors themselves."""
         if name := first_odd(named):
             self._mine[where] = name
