@@ -155,7 +155,7 @@ class Group {
     waiter_.look();
   }
 
-  // Of sources that a reduction takes.
+  // Noted by who reduces. Parts of a group note it where the whole does.
   const std::shared_ptr<OddRanks>& odd() const { return odd_; }
 
   // So long it took to encode or decode.
