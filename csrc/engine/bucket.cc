@@ -163,7 +163,7 @@ void Bucket::part(const Device::Mark& mark) {
   met_.clear();
 }
 
-HandlePtr Bucket::launch(Engine::Urgency urgency, const std::vector<Place>& places,
+HandlePtr Bucket::launch(Urgency urgency, const std::vector<Place>& places,
                          std::shared_ptr<void> keepalive, std::vector<Device::Mark> starts) {
   auto request = start_over();
   request->device = device_;
@@ -187,7 +187,7 @@ HandlePtr Bucket::launch(Engine::Urgency urgency, const std::vector<Place>& plac
 void Bucket::refuse(const std::string& problem) {
   auto request = start_over();
   request->refusal = problem;
-  engine_->submit(std::move(request), Engine::Urgency::kNow);
+  engine_->submit(std::move(request), Urgency::kNow);
 }
 
 void Bucket::count_anew() {

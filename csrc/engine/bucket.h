@@ -75,7 +75,7 @@ class Bucket {
     int slot;
     char* data;
   };
-  HandlePtr launch(Engine::Urgency urgency, const std::vector<Place>& places = {},
+  HandlePtr launch(Urgency urgency, const std::vector<Place>& places = {},
                    std::shared_ptr<void> keepalive = nullptr,
                    std::vector<Device::Mark> starts = {});
   // The last launch and their number, which who was interrupted may not know.

@@ -8,272 +8,91 @@
 
 #include "common/clock.h"
 #include "common/memory.h"
-#include "engine/engine_waiter.h"
 
 namespace bagua {
 namespace {
 
-// Pending requests of this size are worth an exchange of their own without waiting for company.
-constexpr int64_t kEagerNbytes = 4 << 20;
-// How long a small request waits for company if nobody waits for it.
-constexpr int kCompanyUs = 500;
-// A pause of this length between small requests means that no more are coming.
-constexpr double kPauseUs = 50;
 // How often a waiting engine looks at the clock: stalls and silent ranks.
 constexpr int kTickUs = 1000000;
-constexpr int kEndUs = 1000;  // between looks at what devices still have to do
+constexpr int kEndUs = 1000;       // between looks at what devices still have to do
+constexpr double kLastWorkS = 30;  // that they still do for others when this rank leaves
+constexpr double kVerdictS = 1;    // after a transport's error: time for rank 0 to say who died
+constexpr int kVerdictUs = 50000;  // between looks for it
 
 }  // namespace
 
 Engine::Engine(const Config& config, std::unique_ptr<Transport> transport,
                std::unique_ptr<Channel> channel, std::vector<std::string> names)
-    : config_(config),
-      allreduce_(config.allreduce),
-      transport_(std::move(transport)),
-      channel_(std::move(channel)),
-      names_(std::move(names)),
-      rank_(transport_->rank()),
-      size_(transport_->size()),
-      log_(rank_, config_.log_level),
-      ledger_(rank_ == 0 ? std::make_unique<Ledger>(size_) : nullptr),
-      liveness_(*channel_, rank_, size_, config_.peer_timeout_s),
-      patience_(config_.spin_us),
-      waiter_(std::make_unique<EngineWaiter>(*this, config_.spin_us)),
-      crew_(config_.helpers > 0
-                ? std::make_unique<Crew>(config_.helpers,
-                                         [this] { return caller_drives_ || waiting_ > 0; })
-                : nullptr),
-      left_(static_cast<size_t>(size_)) {
-  Set& world = sets_[0];
-  for (int r = 0; r < size_; ++r) world.ranks.push_back(r);
-  world.me = rank_;
-  doors_[0].ranks = world.ranks;
-  thread_ = std::thread([this] { coordinate(); });
-}
+    : at_(config, std::move(transport), std::move(channel), std::move(names)),
+      door_(at_),
+      agreement_(at_, door_),
+      waiter_(*this, at_.config.spin_us),
+      runner_(at_, door_, agreement_, waiter_),
+      watch_(at_, door_, agreement_, runner_),
+      patience_(at_.config.spin_us),
+      thread_([this] { coordinate(); }) {}
 
 Engine::~Engine() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    stopping_ = abandoned_ = true;
-  }
-  channel_->wake();
+  door_.leave();
   thread_.join();
 }
 
-std::string Engine::name_of(int rank) const {
-  const auto r = static_cast<size_t>(rank);
-  return "rank " + std::to_string(rank) + (r < names_.size() ? " (" + names_[r] + ")" : "");
-}
-
-FailurePtr Engine::failure() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return failure_;
-}
-
-std::shared_ptr<Arenas> Engine::arenas() const {
-  Node* node = transport_->node();
-  return node ? node->arenas() : nullptr;
-}
-
 std::shared_ptr<char> Engine::allocate(size_t nbytes) {
-  if (const auto arenas = this->arenas()) return arenas->allocate(nbytes);
+  if (const auto arenas = at_.arenas()) return arenas->allocate(nbytes);
   const auto memory = allocate_lines(nbytes);
   std::memset(memory.get(), 0, nbytes);
   return memory;
 }
 
-std::vector<int> Engine::nodes_of(int32_t set) {
+std::vector<int> Engine::nodes_of(int32_t set) const {
   std::vector<int> nodes;
-  for (const int rank : ranks_of(set)) nodes.push_back(transport_->node_of(rank));
+  for (const int rank : ranks_of(set)) nodes.push_back(at_.transport->node_of(rank));
   return nodes;
 }
 
 // Nodes of several ranks each work in memory that all of the node see, while they send.
-bool Engine::exchanges_anywhere(int32_t set) {
-  return !on_shared_nodes(*transport_, ranks_of(set));
-}
-
-std::vector<int> Engine::ranks_of(int32_t set) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto it = doors_.find(set);
-  if (it == doors_.end())
-    throw UsageError("there is no process set " + std::to_string(set) +
-                     " (never added, or removed)");
-  return it->second.ranks;
-}
-
-// ---- any thread ------------------------------------------------------------------------------
-
-void Engine::refuse_in_child() const {
-  if (in_child_)
-    throw UsageError(
-        "bagua is not initialized in this process, a child that was forked after init()");
-}
-
-HandlePtr Engine::submit(RequestPtr request, Urgency urgency) {
-  refuse_in_child();
-  const std::string problem = refuse(*request);
-  for (const Device::Mark& start : request->starts)
-    request->description.captured |= request->device->captured(start);
-  HandlePtr handle = request->handle;
-  bool first, wake;
-  int64_t nbytes = 0;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (failure_) throw_failure(*failure_);
-    if (stopping_) throw UsageError("bagua has been shut down; call init() first");
-    const auto it = doors_.find(request->set);
-    if (it == doors_.end())
-      throw UsageError("there is no process set " + std::to_string(request->set) +
-                       " (never added, or removed)");
-    Door& door = it->second;
-    if (std::find(door.ranks.begin(), door.ranks.end(), rank_) == door.ranks.end())
-      throw UsageError("rank " + std::to_string(rank_) + " is not in process set " +
-                       std::to_string(request->set));
-    if (request->refusal.empty())
-      request->refusal = problem.empty() ? refuse_in(*request, door.ranks) : problem;
-    if (request->name.empty()) {
-      request->seq = request->description.kind == OpKind::kJoin ? 0 : door.next_seq++;
-    } else if (request->refusal.empty() ? !door.names.insert(request->name).second
-                                        : door.names.count(request->name) > 0) {
-      throw UsageError("'" + request->name +
-                       "' is already in flight; wait for its handle first or use another name");
-    }
-    first = submissions_.empty();
-    if (urgency != Urgency::kWaited) nbytes = submitted_nbytes_ += nbytes_of(request->description);
-    submissions_.push_back(request);
-    urgent_ = urgent_ || !request->refusal.empty() || urgency == Urgency::kNow ||
-              nbytes >= kEagerNbytes || !config_.inline_drive;
-    wake = urgent_;
-    if (urgency == Urgency::kSoon) submitted_s_ = now_s();
-  }
-  const bool refused = !request->refusal.empty();
-  if (wake) {
-    channel_->wake();
-  } else if (urgency == Urgency::kSoon && first) {
-    channel_->wake_after(kCompanyUs);
-  }
-  if (refused && !request->for_good) throw UsageError(request->label() + ": " + request->refusal);
-  return handle;
-}
-
-bool Engine::wait(const Handle& handle, double timeout_s, const Interrupted& interrupted) {
-  if (handle.done()) return true;
-  refuse_in_child();
-  const double deadline_s = now_s() + timeout_s;
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (!handle.done()) {
-    const double left_s = deadline_s - now_s();
-    if (left_s <= 0) return false;
-    if (config_.inline_drive && !driven_ && !stopping_) {
-      driven_ = true;
-      lock.unlock();
-      channel_->hush(true);
-      caller_drives_ = true;
-      interrupted_ = interrupted ? &interrupted : nullptr;
-      drive(&handle, deadline_s);
-      interrupted_ = nullptr;
-      const bool more = !decisions_.empty() || anything_open() || on_device() ||
-                        (ledger_ && ledger_->has_background());
-      channel_->hush(false);
-      lock.lock();
-      driven_ = false;
-      // The coordination thread takes over. What came last may have woken this thread instead.
-      if (more || stopping_ || !submissions_.empty()) channel_->wake();
-      changed_.notify_all();
-    } else {
-      if (!submissions_.empty()) channel_->wake();  // whoever drives may be asleep
-      ++waiting_;
-      changed_.wait_for(lock, std::chrono::duration<double>(std::min(left_s, 1.0)));
-      --waiting_;
-    }
-  }
-  return true;
-}
-
-bool Engine::wait_values(const Handle& handle, double timeout_s) {
-  refuse_in_child();
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (!submissions_.empty()) channel_->wake();
-  ++waiting_;
-  const bool there = changed_.wait_for(lock, std::chrono::duration<double>(timeout_s),
-                                       [&] { return handle.has_values(); });
-  --waiting_;
-  return there;
-}
-
-void Engine::stop() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    stopping_ = true;
-  }
-  channel_->wake();
-}
-
-bool Engine::wait_stopped(double timeout_s) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  return changed_.wait_for(lock, std::chrono::duration<double>(timeout_s),
-                           [&] { return stopped_; });
+bool Engine::exchanges_anywhere(int32_t set) const {
+  return !on_shared_nodes(*at_.transport, ranks_of(set));
 }
 
 // ---- driving ---------------------------------------------------------------------------------
 
+bool Engine::wait(const Handle& handle, double timeout_s, const Interrupted& interrupted) {
+  if (handle.done()) return true;
+  const double deadline_s = now_s() + timeout_s;
+  for (;;) {
+    const Door::Wait how = door_.wait(handle, deadline_s, interrupted);
+    if (how != Door::Wait::kDrive) return how == Door::Wait::kDone;
+    drive(&handle, deadline_s);
+    door_.hand_on(/*more=*/agreement_.has_decisions() || agreement_.anything_open() ||
+                  runner_.on_device() || agreement_.has_background());
+  }
+}
+
 void Engine::coordinate() {
   ::pthread_setname_np(::pthread_self(), "bagua");  // as top and profilers show it
+  const auto look = [this] {
+    receive(kTickUs);
+    watch_.tick();
+  };
   for (int doze_us = -1;;) {
-    channel_->doze(doze_us);
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return !driven_ || asks_; });
-    if (driven_) {
-      stand_in_for_caller(lock);
-      continue;
-    }
-    driven_ = true;
-    const bool stopping = stopping_;
-    lock.unlock();
-    caller_drives_ = false;
+    at_.channel->doze(doze_us);
+    const std::optional<bool> stopping = door_.take_over(look);
+    if (!stopping) continue;
     drive(nullptr, 0);
-    const bool through = stopping && try_stop();
-    const bool watchful = anything_open() || on_device() || stopping ||
-                          (nccl_ && nccl_->has_left()) ||
-                          (ledger_ && (ledger_->any_open() || liveness_.asked(now_s())));
-    doze_us = watchful ? (stopping && !stopping_now_ && nccl_ ? kEndUs : kTickUs) : -1;
-    lock.lock();
-    driven_ = false;
-    stopped_ = through;
+    const bool through = *stopping && try_stop();
+    const bool left = agreement_.has_left(at_.rank);
+    NcclExchange* nccl = runner_.nccl();
+    const bool watchful =
+        agreement_.anything_open() || runner_.on_device() || *stopping ||
+        (nccl && nccl->has_left()) ||
+        (agreement_.ledger() && (agreement_.ledger()->any_open() || watch_.is_asked()));
+    doze_us = watchful ? (*stopping && !left && nccl ? kEndUs : kTickUs) : -1;
     // The wake-up of what came after the last look was perhaps read by that look.
-    const bool background = ledger_ && !failure_ && ledger_->has_background();
-    if (due() || stopping_ != stopping || background) doze_us = 0;
-    changed_.notify_all();
+    const bool background = agreement_.has_background() && !failure();
+    if (door_.hand_back(*stopping, through) || background) doze_us = 0;
     if (through) return;
   }
-}
-
-// Notes what comes, and answers, until the thread that drives is back in its exchange.
-void Engine::stand_in_for_caller(std::unique_lock<std::mutex>& lock) {
-  lent_ = true;
-  while (asks_ && !trouble_) {
-    lock.unlock();
-    std::exception_ptr trouble;
-    try {
-      receive(kTickUs);
-      tick();
-    } catch (...) {
-      trouble = std::current_exception();
-    }
-    lock.lock();
-    trouble_ = trouble;
-  }
-  lent_ = false;
-  changed_.notify_all();
-  changed_.wait(lock, [&] { return !asks_; });
-}
-
-// Whether what was submitted should be looked at now. While small requests still pour in and nobody
-// waits for them, the next ones are worth a moment: they may share an exchange. Under mutex_.
-bool Engine::due() {
-  if (submissions_.empty()) return false;
-  return urgent_ || stopping_ || waiting_ > 0 || now_s() - submitted_s_ > kPauseUs * 1e-6;
 }
 
 void Engine::drive(const Handle* until, double deadline_s) {
@@ -288,36 +107,36 @@ void Engine::drive(const Handle* until, double deadline_s) {
     if (turn(timeout_us)) {
       if (until && heard_s_ > idle_since_s) patience_.waited((heard_s_ - idle_since_s) * 1e6);
       idle_since_s = now_s();
-    } else {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (!until || stopping_) return;  // stopping is the coordination thread's work
+    } else if (!until || door_.stopping()) {
+      return;  // stopping is the coordination thread's work
     }
   }
 }
 
+// Whether that was anything.
 bool Engine::turn(int timeout_us) {
-  if (failure()) {
-    fail_everything(failure());
+  if (const FailurePtr failed = failure()) {
+    fail_everything(failed);
     inbox_.clear();
-    channel_->receive(timeout_us, inbox_);
+    at_.channel->receive(timeout_us, inbox_);
     return false;
   }
   try {
-    const bool busy = !under_way_.empty() || !tasks_.empty();
-    if (!busy) forget_removed();
-    bool progressed = !busy && take_submissions();
-    receive(progressed || busy || !decisions_.empty() ? 0 : timeout_us);
-    if (!busy && !decisions_.empty()) {
-      accept_next();
+    const bool busy = !runner_.idle();
+    if (!busy) agreement_.forget_removed();
+    bool progressed = !busy && agreement_.take_submissions();
+    receive(progressed || busy || agreement_.has_decisions() ? 0 : timeout_us);
+    if (!busy && agreement_.has_decisions()) {
+      runner_.accept_next();
       progressed = true;
     }
     // All of what was agreed on at once: who has got the first of it will soon wait for the rest,
     // and handing that over to another thread costs more. No further: others' may never end.
-    if (!under_way_.empty() || !tasks_.empty()) {
-      while (!take_task()) continue;
+    if (!runner_.idle()) {
+      while (!runner_.take_task()) continue;
       progressed = true;
     }
-    tick();
+    watch_.tick();
     return progressed;
   } catch (const Verdict& verdict) {
     poison(make_failure(verdict.kind(), verdict.what()));
@@ -333,43 +152,100 @@ bool Engine::turn(int timeout_us) {
 
 // Also called from inside an exchange that waits: it must only take note, never exchange.
 void Engine::receive(int timeout_us) {
-  if (ledger_) decide();
+  agreement_.decide(runner_.idle());
   inbox_.clear();
-  channel_->receive(timeout_us, inbox_);
+  at_.channel->receive(timeout_us, inbox_);
   if (!inbox_.empty()) heard_s_ = now_s();
   for (const Message& message : inbox_) handle(message);
-  if (ledger_) decide();
+  agreement_.decide(runner_.idle());
 }
 
 void Engine::handle(const Message& message) {
   if (message.lost)
-    return lose(message.from, "is gone: its process ended without shutting bagua down");
+    return watch_.lose(message.from, "is gone: its process ended without shutting bagua down");
   Reader r(message.bytes);
   const auto type = r.get<MessageType>();
-  if (liveness_.handle(message, type, now_s())) {
-    // Somebody waits for long. MPI may hold back a message of ours until we call it again.
-    if (under_way_.empty()) transport_->progress();
-    return;
-  }
+  if (watch_.hear(message, type)) return;
   switch (type) {
     case MessageType::kReport:
-      return ledger_->report(message.from, Report::decode(r), now_s());
     case MessageType::kDecision:
-      return decisions_.push_back(Decision::decode(r));
+      return agreement_.hear(message.from, type, r);
     case MessageType::kBye:
-      // What was decided with the leaver must reach it ahead of the answer.
-      if (ledger_) {
-        decide(/*everything=*/true);
-        channel_->send(message.from, text_message(MessageType::kBye));
-        ledger_->leave(message.from);
-      }
-      left_[static_cast<size_t>(message.from)] = true;
-      return liveness_.forget(message.from);
+      return watch_.see_off(message.from);
     case MessageType::kFault:
       throw Verdict(std::string(r.get_string()));
     default:
       throw InternalError("unknown control message from rank " + std::to_string(message.from));
   }
+}
+
+// ---- the end ---------------------------------------------------------------------------------
+
+// A transport often only knows that something broke; rank 0 knows who. Wait a moment for its word.
+FailurePtr Engine::verdict_on(FailurePtr failure) {
+  if (failure->kind != ErrorKind::kPeer) return failure;
+  try {
+    for (const double until_s = now_s() + kVerdictS; now_s() < until_s;) receive(kVerdictUs);
+  } catch (const Verdict& verdict) {
+    return make_failure(ErrorKind::kPeer, verdict.what());
+  } catch (const std::exception&) {
+    return failure;  // the first error tells more
+  }
+  return failure;
+}
+
+void Engine::poison(FailurePtr failure) {
+  if (!door_.fail(failure)) return;
+  at_.log.write(LogLevel::kInfo, "engine failed: " + failure->what);
+  // Who has heard of it from another rank tells the same; else it is this one's own.
+  const bool mine = failure->kind != ErrorKind::kPeer;
+  const std::string what =
+      mine ? at_.name_of(at_.rank) + " failed: " + failure->what : failure->what;
+  const std::string fault = text_message(MessageType::kFault, what);
+  for (int rank = 0; rank < at_.size; ++rank) {
+    const bool connected = rank != at_.rank && (rank == 0 || at_.rank == 0);
+    if (connected && !agreement_.has_left(rank)) at_.channel->send(rank, fault);
+  }
+  runner_.let_go();
+  fail_everything(failure);
+}
+
+void Engine::fail_everything(const FailurePtr& failure) {
+  agreement_.fail_everything(runner_.give_up(), failure);
+}
+
+// Whether devices have done what they were given, which other ranks may wait for. Then NCCL's own
+// threads send what they still have.
+bool Engine::finish_on_devices() {
+  NcclExchange* nccl = runner_.nccl();
+  if (!nccl) return true;
+  if (finishing_since_s_ == 0) finishing_since_s_ = now_s();
+  if (nccl->under_way() && now_s() - finishing_since_s_ < kLastWorkS) return false;
+  try {
+    if (!agreement_.anything_open() && !nccl->under_way()) nccl->finish();
+  } catch (const std::exception& error) {
+    at_.log.write(LogLevel::kWarning, std::string("while stopping: ") + error.what());
+  }
+  return true;
+}
+
+// One step of stopping; true when nothing is left to do. Called by the coordination thread. What
+// was decided before the others heard of it is still carried out: they count on it.
+bool Engine::try_stop() {
+  if (failure() || door_.left()) return true;
+  if (!agreement_.has_left(at_.rank)) {
+    if (!finish_on_devices()) return false;
+    watch_.leave();
+    while (turn(0)) {
+    }
+  }
+  // Rank 0 coordinates until everyone has left; the others stay until it has answered.
+  const bool heard = agreement_.has_left(0) || failure();
+  if (heard && agreement_.anything_open())
+    fail_everything(make_failure(ErrorKind::kUsage,
+                                 "bagua was shut down on this rank while the request was in "
+                                 "flight"));
+  return agreement_.ledger() ? agreement_.all_have_left() : heard;
 }
 
 }  // namespace bagua

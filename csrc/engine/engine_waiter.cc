@@ -37,7 +37,7 @@ void EngineWaiter::pause(Node* node) {
   const bool own_core = patience_.spin_us() > 0;
   // A thread that has nothing else to do may spin. The coordination thread must not: the model
   // computes meanwhile, perhaps on this core.
-  if (engine_.caller_drives_) {
+  if (engine_.door_.caller_drives()) {
     if (waited_us < patience_.spin_us()) return cpu_relax();
     if ((node || own_core) && waited_us < patience_.spin_us() + kYieldUs) {
       ::sched_yield();
@@ -48,22 +48,22 @@ void EngineWaiter::pause(Node* node) {
   if (node) {
     node->sleep(kSleepUs);
     // The word may be of a rank that waits for a message of ours, by way of other nodes.
-    engine_.transport_->progress();
+    engine_.at_.transport->progress();
   }
-  engine_.take_ahead();
+  engine_.runner_.take_ahead();
   const double before_s = now_s();
-  const bool worked = engine_.work_ahead();
+  const bool worked = engine_.runner_.work_ahead();
   if (worked) began_s_ += now_s() - before_s;  // that was no waiting
   engine_.receive(node || worked ? 0 : nap_us_);
   if (!own_core) nap_us_ = std::min(nap_us_ + nap_us_ / 2, kLongestNapUs);
   looked_s_ = now_s();
-  engine_.tick();
-  engine_.check_progress(now - began_s_, peer_, warned_s_);
+  engine_.watch_.tick();
+  engine_.watch_.check_progress(now - began_s_, peer_, warned_s_);
 }
 
 void EngineWaiter::look() {
   engine_.receive(0);
-  engine_.tick();
+  engine_.watch_.tick();
 }
 
 }  // namespace bagua

@@ -137,7 +137,7 @@ class Handle {
   std::vector<int> odd;
 
  private:
-  friend class Engine;
+  friend class Door;
   FailurePtr failure_;
   Device* device_ = nullptr;
   Device::Mark end_;
@@ -171,6 +171,7 @@ struct Request {
   std::vector<Device::Mark> starts = {};  // of its streams: behind them the values are there
   std::string refusal;                    // not empty: this rank cannot take part, and why
   bool for_good = false;                  // nor ever in anything whose name begins so
+  bool stands_in = false;                 // for one of a rank that has joined, without memory yet
   std::shared_ptr<void> keepalive;        // whatever owns the memory, until done
   HandlePtr handle = std::make_shared<Handle>();
 

@@ -89,7 +89,7 @@ void refuse(const std::shared_ptr<Engine>& engine, int kind, const std::string& 
   request->name = name;
   request->set = set;
   request->refusal = refusal;
-  engine->submit(std::move(request), Engine::Urgency::kNow);
+  engine->submit(std::move(request), Urgency::kNow);
 }
 
 // This rank takes no part any more in anything of the set whose name begins so; others hear why.
@@ -100,7 +100,7 @@ void withdraw(const std::shared_ptr<Engine>& engine, const std::string& beginnin
   request->set = set;
   request->refusal = why;
   request->for_good = true;
-  engine->submit(std::move(request), Engine::Urgency::kNow);
+  engine->submit(std::move(request), Urgency::kNow);
 }
 
 py::dict build_info() {
@@ -222,11 +222,11 @@ PYBIND11_MODULE(_core, m) {
            })
       .def("counters", [](const Engine& e) {
         py::dict d;
-        d["sent_nbytes"] = e.sent_nbytes();
-        d["touched_nbytes"] = e.touched_nbytes();
-        d["codec_us"] = e.codec_us();
-        d["exchanges"] = e.exchange_count();
-        d["helped"] = e.helped_count();
+        d["sent_nbytes"] = e.counters().sent_nbytes();
+        d["touched_nbytes"] = e.counters().touched_nbytes();
+        d["codec_us"] = e.counters().codec_us();
+        d["exchanges"] = e.counters().exchange_count();
+        d["helped"] = e.counters().helped_count();
         d["control_messages"] = e.message_count();
         return d;
       });

@@ -99,8 +99,8 @@ PyObject* holders(PyObject*, PyObject* param) {
   });
 }
 
-PyObject* start(const py::handle& of, Engine::Urgency urgency,
-                const std::vector<Bucket::Place>& places, const py::list& owners) {
+PyObject* start(const py::handle& of, Urgency urgency, const std::vector<Bucket::Place>& places,
+                const py::list& owners) {
   const auto bucket = py::cast<std::shared_ptr<Bucket>>(of);
   auto owner = places.empty() ? nullptr : keep(owners.ptr());
   std::vector<Device::Mark> starts;
@@ -127,7 +127,7 @@ PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t count) {
       places.push_back({notice.slot, data_of(notice.grad)});
       owners.append(py::handle(notice.grad));
     }
-    return start(args[0], static_cast<Engine::Urgency>(as_int(args[1])), places, owners);
+    return start(args[0], static_cast<Urgency>(as_int(args[1])), places, owners);
   });
 }
 
@@ -142,7 +142,7 @@ PyObject* launch_lent(PyObject*, PyObject* const* args, Py_ssize_t count) {
       places.push_back({slot, reinterpret_cast<char*>(address)});
       owners.append(owner);
     }
-    return start(args[0], static_cast<Engine::Urgency>(as_int(args[1])), places, owners);
+    return start(args[0], static_cast<Urgency>(as_int(args[1])), places, owners);
   });
 }
 

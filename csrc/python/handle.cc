@@ -43,7 +43,7 @@ template <class WaitSlice>
 void wait_until(WaitSlice&& wait_slice) {
   constexpr double kSliceS = 0.25;
   std::optional<py::error_already_set> interrupt;
-  const Engine::Interrupted interrupted = [&] {
+  const Interrupted interrupted = [&] {
     const py::gil_scoped_acquire acquire;
     if (!interrupt && PyErr_CheckSignals() != 0) interrupt.emplace();
     return interrupt.has_value();
@@ -82,7 +82,7 @@ PyObject* wait(PyObject* self, PyObject*) {
       throw UsageError("this handle has been waited for already; keep the first result");
     if (!h.handle->done()) {
       const auto engine = h.engine;  // another thread may finish waiting first
-      wait_until([&](double slice_s, const Engine::Interrupted& interrupted) {
+      wait_until([&](double slice_s, const Interrupted& interrupted) {
         return engine->wait(*h.handle, slice_s, interrupted);
       });
       if (!h.engine) throw UsageError("another thread waited for this handle at the same time");
@@ -107,7 +107,7 @@ PyObject* wait_values(PyObject* self, PyObject*) {
     PyHandle& h = as_handle(self);
     const auto engine = h.engine;
     if (engine && !h.handle->has_values())
-      wait_until([&](double slice_s, const Engine::Interrupted&) {
+      wait_until([&](double slice_s, const Interrupted&) {
         return engine->wait_values(*h.handle, slice_s);
       });
     tell_written();

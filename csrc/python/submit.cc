@@ -147,7 +147,7 @@ PyObject* submit(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (request->device && request->refusal.empty()) begin_here(*request);
     request->keepalive = keep(args[11]);
     HandlePtr handle = request->handle;
-    engine->submit(std::move(request), static_cast<Engine::Urgency>(as_int(args[10])));
+    engine->submit(std::move(request), static_cast<Urgency>(as_int(args[10])));
     if (!is_described(args[3])) note_written(args[3]);
     return make_handle(std::move(engine), std::move(handle), args[12]);
   });

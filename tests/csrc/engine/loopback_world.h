@@ -20,8 +20,6 @@
 
 namespace bagua {
 
-using Urgency = Engine::Urgency;
-
 using NodeOf = std::vector<int>;  // the node of each rank
 
 inline std::string name_of(const NodeOf& node_of) {

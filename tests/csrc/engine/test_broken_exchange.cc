@@ -127,7 +127,7 @@ TEST(Interrupted, EndsAnExchangeThatGetsNowhere) {
     std::vector<float> data(kCount, 1);
     const HandlePtr handle = world[rank].submit(allreduce_of("x", data), Urgency::kWaited);
     int asked = 0;
-    Engine::Interrupted interrupted;
+    Interrupted interrupted;
     if (rank == 1) interrupted = [&] { return ++asked == 2; };
     EXPECT_TRUE(world[rank].wait(*handle, kHangS, interrupted));
     const std::string text = error_of<PeerError>([&] { handle->rethrow(); });
@@ -148,7 +148,7 @@ TEST(Interrupted, AnswersPingsWhileItsCallerIsAsked) {
     world.run([&](int rank) {
       std::vector<float> data(kCount, 1);
       const HandlePtr handle = world[rank].submit(allreduce_of("x", data), Urgency::kWaited);
-      const Engine::Interrupted interrupted = [&] {
+      const Interrupted interrupted = [&] {
         if (rank == 0) return false;
         if (!asked.exchange(true)) {
           std::this_thread::sleep_for(std::chrono::seconds(3));

@@ -1,0 +1,172 @@
+#include "engine/watch.h"
+
+#include <algorithm>
+
+#include "common/clock.h"
+#include "common/ranks_text.h"
+
+namespace bagua {
+namespace {
+
+constexpr double kAskAfterS = 1;  // in an exchange, whether its caller was interrupted
+constexpr double kAskEveryS = 0.25;
+
+std::string seconds(double s) { return std::to_string(static_cast<int>(s + 0.5)) + " s"; }
+
+// What one of the ranks that others wait for waits for itself: then the calls differ.
+std::string instead(const Ledger::Stall& stall, const std::vector<Ledger::Stall>& open) {
+  for (const int rank : stall.missing)
+    for (const auto& other : open)
+      if (std::count(other.waiting.begin(), other.waiting.end(), rank) > 0)
+        return (stall.missing.size() > 1 ? ", of which rank " + std::to_string(rank) : ", which") +
+               " has called " + other.label + " instead";
+  return "";
+}
+
+}  // namespace
+
+Watch::Watch(Station& station, Door& door, Agreement& agreement, Runner& runner)
+    : at_(station),
+      door_(door),
+      agreement_(agreement),
+      runner_(runner),
+      liveness_(*at_.channel, at_.rank, at_.size, at_.config.peer_timeout_s) {}
+
+bool Watch::hear(const Message& message, MessageType type) {
+  if (!liveness_.handle(message, type, now_s())) return false;
+  // Somebody waits for long. MPI may hold back a message of ours until we call it again.
+  if (!runner_.in_exchange()) at_.transport->progress();
+  return true;
+}
+
+bool Watch::is_asked() const { return liveness_.asked(now_s()); }
+
+void Watch::tick() {
+  const double now = now_s();
+  if (now - ticked_s_ < 0.5) return;
+  ticked_s_ = now;
+  if (agreement_.anything_open() && !runner_.in_exchange()) at_.transport->progress();
+  const bool waiting =
+      (agreement_.anything_open() || runner_.on_device()) && now - agreement_.open_since_s() > 1;
+  const int silent = liveness_.tick(now, waiting || leaving());
+  if (silent >= 0)
+    lose(silent, "has not answered for " + seconds(at_.config.peer_timeout_s) +
+                     ": stopped, or its machine is overloaded or unreachable (peer_timeout_s)");
+  if (agreement_.ledger()) look_for_stalls(now);
+  if (agreement_.ledger() && leaving()) look_for_stragglers(now);
+  if (runner_.on_device()) look_at_device(now);
+  const bool idle = !runner_.in_exchange() && !agreement_.anything_open() && !runner_.on_device();
+  if (runner_.nccl() && idle && !leaving()) runner_.nccl()->tidy();
+}
+
+void Watch::lose(int rank, const std::string& how) {
+  if (agreement_.has_left(rank)) return;
+  const bool was_leaving = leaving();
+  liveness_.forget(rank);
+  agreement_.leave(rank);
+  if (!was_leaving) throw Verdict(at_.name_of(rank) + " " + how);
+}
+
+// What was decided with the leaver must reach it ahead of the answer.
+void Watch::see_off(int rank) {
+  agreement_.decide_everything();
+  if (agreement_.ledger()) at_.channel->send(rank, text_message(MessageType::kBye));
+  liveness_.forget(rank);
+  agreement_.leave(rank);
+}
+
+void Watch::leave() {
+  left_s_ = now_s();
+  if (at_.rank != 0) at_.channel->send(0, text_message(MessageType::kBye));
+  agreement_.leave(at_.rank);
+}
+
+void Watch::look_for_stalls(double now) {
+  Ledger& ledger = *agreement_.ledger();
+  if (at_.config.stall_fail_s > 0) {
+    const auto stalls = ledger.stalls(now, at_.config.stall_fail_s);
+    const auto open = stalls.empty() ? stalls : ledger.stalls(now, 0);
+    for (const auto& stall : stalls)
+      ledger.reject(stall, stall.label + ": " + ranks_text(stall.missing) + " not ready after " +
+                               seconds(at_.config.stall_fail_s) + instead(stall, open) +
+                               "; did it skip this call, or take another branch? "
+                               "(stall_fail_s)");
+    agreement_.decide(runner_.idle());
+  }
+  if (at_.config.stall_warn_s <= 0 || now - warned_s_ < at_.config.stall_warn_s) return;
+  const auto stalls = ledger.stalls(now, at_.config.stall_warn_s);
+  if (stalls.empty()) return;
+  warned_s_ = now;
+  const auto open = ledger.stalls(now, 0);
+  std::string text = "some ranks wait for others";
+  if (at_.config.stall_fail_s == 0)
+    text += ", for as long as it takes (with stall_fail_s, bagua-run --stall-fail-s 300, it fails)";
+  text += ":";
+  for (size_t i = 0; i < stalls.size(); ++i) {
+    if (i == 10) {
+      text += "\n  and " + std::to_string(stalls.size() - i) + " more";
+      break;
+    }
+    text += "\n  " + stalls[i].label + ": waiting " + seconds(now - stalls[i].since_s) + " for " +
+            ranks_text(stalls[i].missing) + instead(stalls[i], open);
+  }
+  at_.log.write(LogLevel::kWarning, text);
+}
+
+// Rank 0 stays until everybody has shut down, as long as they have something to say.
+void Watch::look_for_stragglers(double now) {
+  std::vector<int> ranks;
+  double since_s = left_s_;
+  for (int rank = 0; rank < at_.size; ++rank) {
+    if (agreement_.has_left(rank)) continue;
+    ranks.push_back(rank);
+    since_s = std::max(since_s, agreement_.ledger()->heard_s(rank));
+  }
+  if (ranks.empty()) return;
+  const std::string text = "rank 0 has shut down, and for " + seconds(now - since_s) +
+                           " has waited for " + ranks_text(ranks) +
+                           " to do so: a program ends when all ranks have; does one compute for "
+                           "long, or is it stuck?";
+  if (at_.config.stall_fail_s > 0 && now - since_s > at_.config.stall_fail_s)
+    throw Verdict(text + " (stall_fail_s)");
+  const double quiet_s = now - std::max(warned_s_, since_s);
+  if (at_.config.stall_warn_s <= 0 || quiet_s < at_.config.stall_warn_s) return;
+  warned_s_ = now;
+  at_.log.write(LogLevel::kWarning, text);
+}
+
+void Watch::check_progress(double waited_s, int peer, double& warned_s) {
+  if (door_.left()) throw Verdict(at_.name_of(at_.rank) + " has ended bagua during an exchange");
+  const auto stuck = [&] {
+    return runner_.label() + ", on which all ranks had agreed, made no progress for " +
+           seconds(waited_s) + (peer < 0 ? "" : ", waiting for " + at_.name_of(peer));
+  };
+  constexpr const char* kPerhaps =
+      " although all ranks answer: is the network between them blocked? (stall_fail_s)";
+  if (at_.config.stall_fail_s > 0 && waited_s > at_.config.stall_fail_s)
+    throw PeerError(stuck() + kPerhaps);
+  const double now = now_s();
+  if (door_.can_ask() && waited_s > kAskAfterS && now - asked_s_ > kAskEveryS) {
+    asked_s_ = now;
+    if (door_.ask()) throw Verdict(at_.name_of(at_.rank) + " was interrupted: " + stuck());
+  }
+  if (at_.config.stall_warn_s <= 0 || now - warned_s < at_.config.stall_warn_s) return;
+  warned_s = now;
+  at_.log.write(LogLevel::kWarning, stuck() + kPerhaps);
+}
+
+// What a device was given ends when every rank's device has come to it; the host waits for none.
+void Watch::look_at_device(double now) {
+  runner_.nccl()->check();
+  const double waited_s = now - runner_.nccl()->given_s();
+  const std::string text = "what NCCL was given " + seconds(waited_s) +
+                           " ago is not done although all ranks answer: is another rank's GPU far "
+                           "behind, or the network between them blocked? (stall_fail_s)";
+  if (at_.config.stall_fail_s > 0 && waited_s > at_.config.stall_fail_s) throw PeerError(text);
+  const double quiet_s = now - std::max(device_warned_s_, runner_.nccl()->given_s());
+  if (at_.config.stall_warn_s <= 0 || quiet_s < at_.config.stall_warn_s) return;
+  device_warned_s_ = now;
+  at_.log.write(LogLevel::kWarning, text);
+}
+
+}  // namespace bagua

@@ -1,0 +1,56 @@
+// Looks after the other ranks: who is gone or silent, what waits for whom for long, and exchanges
+// that get nowhere. What cannot go on is thrown. Only who drives is here.
+#pragma once
+
+#include <string>
+
+#include "common/errors.h"
+#include "engine/agreement.h"
+#include "engine/liveness.h"
+#include "engine/runner.h"
+
+namespace bagua {
+
+// Somebody's word on who failed, as opposed to a mere symptom.
+struct Verdict : PeerError {
+  using PeerError::PeerError;
+};
+
+class Watch {
+ public:
+  Watch(Station& station, Door& door, Agreement& agreement, Runner& runner);
+
+  // Whether the message was about who is alive, and is dealt with.
+  bool hear(const Message& message, MessageType type);
+  // Often, while anything waits; looks at the clock first.
+  void tick();
+  // A rank is gone without a goodbye. That ends the engine, unless this rank is leaving anyway.
+  void lose(int rank, const std::string& how);
+  // A rank has said goodbye.
+  void see_off(int rank);
+  // This rank says it.
+  void leave();
+  // An agreed exchange should only take as long as its bytes; when nothing arrives for long, says
+  // so. `warned_s` is when it did so last.
+  void check_progress(double waited_s, int peer, double& warned_s);
+  // Whether rank 0 must keep ticking on behalf of others.
+  bool is_asked() const;
+
+ private:
+  bool leaving() const { return agreement_.has_left(at_.rank); }
+  void look_for_stalls(double now);
+  void look_for_stragglers(double now);
+  void look_at_device(double now);
+
+  Station& at_;
+  Door& door_;
+  Agreement& agreement_;
+  Runner& runner_;
+  Liveness liveness_;
+  double ticked_s_ = 0;
+  double warned_s_ = 0, device_warned_s_ = 0;
+  double asked_s_ = 0;  // when the caller that drives was last asked whether it was interrupted
+  double left_s_ = 0;   // when this rank shut down
+};
+
+}  // namespace bagua
