@@ -9,7 +9,7 @@
 
 namespace bagua {
 
-Agreement::Agreement(Station& station, Door& door)
+Agreement::Agreement(const Station& station, Door& door)
     : at_(station),
       door_(door),
       ledger_(at_.rank == 0 ? std::make_unique<Ledger>(at_.size) : nullptr),
@@ -243,8 +243,8 @@ RequestPtr Agreement::stand_in(const Set& set, const Entry& entry) {
 // ---- process sets ----------------------------------------------------------------------------
 
 Agreement::Members Agreement::members_of(int32_t set) const {
-  const Set& it = sets_.at(set);
-  return {it.ranks, it.me};
+  const Set& known = sets_.at(set);
+  return {known.ranks, known.me};
 }
 
 int32_t Agreement::add_set(const std::vector<int64_t>& ranks) {

@@ -1,5 +1,5 @@
 // What a rank tells rank 0, what rank 0 tells everyone, and what this rank knows of each process
-// set by that. Only who drives is here.
+// set by that. Only who drives is here; counters are for any thread.
 #pragma once
 
 #include <atomic>
@@ -30,7 +30,7 @@ struct Task {
 
 class Agreement {
  public:
-  Agreement(Station& station, Door& door);
+  Agreement(const Station& station, Door& door);
 
   // ---- what others hear ----
   // Reports what was submitted, if it is so many bytes. Whether that was anything.
@@ -39,6 +39,8 @@ class Agreement {
   // one by one, when there is nothing else: when this rank, too, is idle.
   void decide(bool idle);
   void decide_everything();
+  // Gives up on what some wait for; see Ledger.
+  void reject(const Ledger::Stall& stall, const std::string& text) { ledger_->reject(stall, text); }
 
   // ---- what this rank hears ----
   void hear(int from, MessageType type, Reader& r);  // a report or a decision
@@ -66,7 +68,7 @@ class Agreement {
   void fail_everything(std::vector<RequestPtr> lined_up, const FailurePtr& failure);
 
   // ---- who is left ----
-  Ledger* ledger() { return ledger_.get(); }  // rank 0 only
+  const Ledger* ledger() const { return ledger_.get(); }  // rank 0 only
   bool has_background() const { return ledger_ && ledger_->has_background(); }
   // It has shut down or is gone, as far as this rank hears.
   void leave(int rank);
@@ -108,7 +110,7 @@ class Agreement {
   RequestPtr take_open(Set& set, int32_t id, const Key& key);
   RequestPtr stand_in(const Set& set, const Entry& entry);
 
-  Station& at_;
+  const Station& at_;
   Door& door_;
   const std::unique_ptr<Ledger> ledger_;
   std::vector<RequestPtr> taken_;  // and not all of them reported

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
+#include <string>
 #include <utility>
 
 #include "common/clock.h"
@@ -18,13 +20,9 @@ constexpr int kCompanyUs = 500;
 constexpr double kPauseUs = 50;
 constexpr int kAnotherLookUs = 200;  // at requests that still pour in
 
-UsageError no_set(int32_t id) {
-  return UsageError("there is no process set " + std::to_string(id) + " (never added, or removed)");
-}
-
 }  // namespace
 
-Door::Door(Station& station) : at_(station) {
+Door::Door(const Station& station) : at_(station) {
   std::vector<int>& world = sets_[0].ranks;
   for (int rank = 0; rank < at_.size; ++rank) world.push_back(rank);
 }
@@ -39,15 +37,15 @@ void Door::refuse_in_child() const {
 
 Door::Set& Door::set_at(int32_t id) {
   const auto it = sets_.find(id);
-  if (it == sets_.end()) throw no_set(id);
+  if (it == sets_.end())
+    throw UsageError("there is no process set " + std::to_string(id) +
+                     " (never added, or removed)");
   return it->second;
 }
 
-std::vector<int> Door::ranks_of(int32_t set) const {
+std::vector<int> Door::ranks_of(int32_t set) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto it = sets_.find(set);
-  if (it == sets_.end()) throw no_set(set);
-  return it->second.ranks;
+  return set_at(set).ranks;
 }
 
 FailurePtr Door::failure() const {
@@ -103,8 +101,8 @@ Door::Wait Door::wait(const Handle& handle, double deadline_s, const Interrupted
   refuse_in_child();
   std::unique_lock<std::mutex> lock(mutex_);
   while (!handle.done()) {
-    const double left_s = deadline_s - now_s();
-    if (left_s <= 0) return Wait::kLate;
+    const double rest_s = deadline_s - now_s();
+    if (rest_s <= 0) return Wait::kLate;
     if (at_.config.inline_drive && !driven_ && !stopping_) {
       driven_ = true;
       lock.unlock();
@@ -115,7 +113,7 @@ Door::Wait Door::wait(const Handle& handle, double deadline_s, const Interrupted
     }
     if (!submissions_.empty()) at_.channel->wake();  // whoever drives may be asleep
     ++waiting_;
-    changed_.wait_for(lock, std::chrono::duration<double>(std::min(left_s, 1.0)));
+    changed_.wait_for(lock, std::chrono::duration<double>(std::min(rest_s, 1.0)));
     --waiting_;
   }
   return Wait::kDone;
@@ -140,10 +138,10 @@ void Door::stop() {
   at_.channel->wake();
 }
 
-void Door::leave() {
+void Door::end_now() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    stopping_ = left_ = true;
+    stopping_ = ends_now_ = true;
   }
   at_.channel->wake();
 }
@@ -156,24 +154,24 @@ bool Door::wait_stopped(double timeout_s) {
 
 // ---- who drives ------------------------------------------------------------------------------
 
-std::optional<bool> Door::take_over(const std::function<void()>& look) {
+Door::Turn Door::take_over(const std::function<void()>& look) {
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [&] { return !driven_ || asks_; });
   if (driven_) {
-    stand_in(lock, look);
-    return std::nullopt;
+    look_after(lock, look);
+    return Turn::kLent;
   }
   driven_ = true;
   caller_drives_ = false;
-  return stopping_;
+  return stopping_ ? Turn::kStop : Turn::kDrive;
 }
 
-bool Door::hand_back(bool stopping, bool through) {
+bool Door::hand_back(Turn turn, bool through) {
   std::lock_guard<std::mutex> lock(mutex_);
   driven_ = false;
   stopped_ = through;
   changed_.notify_all();
-  return due() || stopping_ != stopping;
+  return due() || (stopping_ && turn != Turn::kStop);
 }
 
 // The coordination thread takes over. What came last may have woken this thread instead.
@@ -187,7 +185,7 @@ void Door::hand_on(bool more) {
 }
 
 // Notes what comes, and answers, until the thread that drives is back in its exchange.
-void Door::stand_in(std::unique_lock<std::mutex>& lock, const std::function<void()>& look) {
+void Door::look_after(std::unique_lock<std::mutex>& lock, const std::function<void()>& look) {
   lent_ = true;
   while (asks_ && !trouble_) {
     lock.unlock();
@@ -230,9 +228,9 @@ bool Door::stopping() const {
   return stopping_;
 }
 
-bool Door::left() const {
+bool Door::ends_now() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return left_;
+  return ends_now_;
 }
 
 // Whether what was submitted should be looked at now. While small requests still pour in and nobody
@@ -249,16 +247,22 @@ bool Door::take(std::vector<RequestPtr>& into, int64_t least_nbytes) {
     at_.channel->wake_after(kAnotherLookUs);
     return false;
   }
-  into.swap(submissions_);
-  submitted_nbytes_ = 0;
-  urgent_ = false;
+  append_submissions(into);
   return true;
 }
 
 void Door::take_rest(std::vector<RequestPtr>& into) {
   std::lock_guard<std::mutex> lock(mutex_);
-  into.insert(into.end(), submissions_.begin(), submissions_.end());
+  append_submissions(into);
+}
+
+// Under mutex_.
+void Door::append_submissions(std::vector<RequestPtr>& into) {
+  into.insert(into.end(), std::make_move_iterator(submissions_.begin()),
+              std::make_move_iterator(submissions_.end()));
   submissions_.clear();
+  submitted_nbytes_ = 0;
+  urgent_ = false;
 }
 
 void Door::announce(const std::vector<RequestPtr>& requests) {

@@ -1,5 +1,5 @@
 // Where threads meet the one that drives the engine: what they submit, what they wait for, and
-// whose turn it is to drive. All that they share is here, under one mutex.
+// whose turn it is to drive: all that they change in common, under one mutex.
 #pragma once
 
 #include <atomic>
@@ -9,7 +9,6 @@
 #include <functional>
 #include <map>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <unordered_set>
 #include <vector>
@@ -31,11 +30,11 @@ using Interrupted = std::function<bool()>;
 
 class Door {
  public:
-  explicit Door(Station& station);
+  explicit Door(const Station& station);
 
   // ---- any thread ----
   HandlePtr submit(RequestPtr request, Urgency urgency);
-  std::vector<int> ranks_of(int32_t set) const;
+  std::vector<int> ranks_of(int32_t set);  // throws UsageError when there is none
   FailurePtr failure() const;
 
   enum class Wait {
@@ -47,19 +46,23 @@ class Door {
   // Leaves the driving to the coordination thread. False when the time is up.
   bool wait_values(const Handle& handle, double timeout_s);
 
-  void stop();   // requests are refused from now on
-  void leave();  // and nobody waits for other ranks
+  void stop();     // requests are refused from now on
+  void end_now();  // and nobody waits for other ranks
   bool wait_stopped(double timeout_s);
   // This process is a forked child, which has neither the sockets nor the thread: who submits or
   // waits is refused.
-  void abandon() { in_child_ = true; }
+  void refuse_child() { in_child_ = true; }
 
   // ---- the coordination thread ----
-  // Waits until nobody else drives; then it does, and this is whether the engine is to stop.
-  // Nothing if meanwhile a caller has lent it the engine, to look after.
-  std::optional<bool> take_over(const std::function<void()>& look);
+  enum class Turn {
+    kDrive,
+    kStop,  // drive, and see to the end
+    kLent,  // a caller that drives had lent it the engine, to look after, and has it back
+  };
+  // Waits until nobody else drives, or somebody lends.
+  Turn take_over(const std::function<void()>& look);
   // The driving is over, and so is all else if `through`. Whether something came meanwhile.
-  bool hand_back(bool stopping, bool through);
+  bool hand_back(Turn turn, bool through);
 
   // ---- a caller that drives ----
   // The driving is over, though more is to do if `more`.
@@ -69,9 +72,10 @@ class Door {
   bool caller_drives() const { return caller_drives_; }
   bool anybody_waits() const { return caller_drives_ || waiting_ > 0; }
   bool stopping() const;
-  bool left() const;
+  bool ends_now() const;
   // Appends what was submitted, if it is so many bytes, and nothing is gained by waiting for more.
-  bool take(std::vector<RequestPtr>& into, int64_t least_nbytes = 0);
+  // Whether that was anything.
+  bool take(std::vector<RequestPtr>& into, int64_t least_nbytes);
   // All of it.
   void take_rest(std::vector<RequestPtr>& into);
   void announce(const std::vector<RequestPtr>& requests);  // they have their values
@@ -98,9 +102,10 @@ class Door {
   void refuse_in_child() const;
   Set& set_at(int32_t id);
   bool due() const;
-  void stand_in(std::unique_lock<std::mutex>& lock, const std::function<void()>& look);
+  void append_submissions(std::vector<RequestPtr>& into);
+  void look_after(std::unique_lock<std::mutex>& lock, const std::function<void()>& look);
 
-  Station& at_;
+  const Station& at_;
   std::atomic<bool> in_child_{false};
   std::atomic<int> waiting_{0};  // threads that do not drive
   // Of who drives.
@@ -120,7 +125,7 @@ class Door {
   // went wrong.
   bool asks_ = false, lent_ = false;
   std::exception_ptr trouble_;
-  bool stopping_ = false, left_ = false, stopped_ = false;
+  bool stopping_ = false, ends_now_ = false, stopped_ = false;
   FailurePtr failure_;
 };
 

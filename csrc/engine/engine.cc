@@ -15,7 +15,6 @@ namespace {
 // How often a waiting engine looks at the clock: stalls and silent ranks.
 constexpr int kTickUs = 1000000;
 constexpr int kEndUs = 1000;       // between looks at what devices still have to do
-constexpr double kLastWorkS = 30;  // that they still do for others when this rank leaves
 constexpr double kVerdictS = 1;    // after a transport's error: time for rank 0 to say who died
 constexpr int kVerdictUs = 50000;  // between looks for it
 
@@ -33,7 +32,7 @@ Engine::Engine(const Config& config, std::unique_ptr<Transport> transport,
       thread_([this] { coordinate(); }) {}
 
 Engine::~Engine() {
-  door_.leave();
+  door_.end_now();
   thread_.join();
 }
 
@@ -44,14 +43,14 @@ std::shared_ptr<char> Engine::allocate(size_t nbytes) {
   return memory;
 }
 
-std::vector<int> Engine::nodes_of(int32_t set) const {
+std::vector<int> Engine::nodes_of(int32_t set) {
   std::vector<int> nodes;
   for (const int rank : ranks_of(set)) nodes.push_back(at_.transport->node_of(rank));
   return nodes;
 }
 
 // Nodes of several ranks each work in memory that all of the node see, while they send.
-bool Engine::exchanges_anywhere(int32_t set) const {
+bool Engine::exchanges_anywhere(int32_t set) {
   return !on_shared_nodes(*at_.transport, ranks_of(set));
 }
 
@@ -77,20 +76,21 @@ void Engine::coordinate() {
   };
   for (int doze_us = -1;;) {
     at_.channel->doze(doze_us);
-    const std::optional<bool> stopping = door_.take_over(look);
-    if (!stopping) continue;
+    const Door::Turn turn = door_.take_over(look);
+    if (turn == Door::Turn::kLent) continue;
+    const bool stopping = turn == Door::Turn::kStop;
     drive(nullptr, 0);
-    const bool through = *stopping && try_stop();
+    const bool through = stopping && try_stop();
     const bool left = agreement_.has_left(at_.rank);
-    NcclExchange* nccl = runner_.nccl();
+    const NcclExchange* nccl = runner_.nccl();
     const bool watchful =
-        agreement_.anything_open() || runner_.on_device() || *stopping ||
+        agreement_.anything_open() || runner_.on_device() || stopping ||
         (nccl && nccl->has_left()) ||
         (agreement_.ledger() && (agreement_.ledger()->any_open() || watch_.is_asked()));
-    doze_us = watchful ? (*stopping && !left && nccl ? kEndUs : kTickUs) : -1;
+    doze_us = watchful ? (stopping && !left && nccl ? kEndUs : kTickUs) : -1;
     // The wake-up of what came after the last look was perhaps read by that look.
     const bool background = agreement_.has_background() && !failure();
-    if (door_.hand_back(*stopping, through) || background) doze_us = 0;
+    if (door_.hand_back(turn, through) || background) doze_us = 0;
     if (through) return;
   }
 }
@@ -113,7 +113,7 @@ void Engine::drive(const Handle* until, double deadline_s) {
   }
 }
 
-// Whether that was anything.
+// One round of what there is to do. Whether that was anything.
 bool Engine::turn(int timeout_us) {
   if (const FailurePtr failed = failure()) {
     fail_everything(failed);
@@ -214,27 +214,12 @@ void Engine::fail_everything(const FailurePtr& failure) {
   agreement_.fail_everything(runner_.give_up(), failure);
 }
 
-// Whether devices have done what they were given, which other ranks may wait for. Then NCCL's own
-// threads send what they still have.
-bool Engine::finish_on_devices() {
-  NcclExchange* nccl = runner_.nccl();
-  if (!nccl) return true;
-  if (finishing_since_s_ == 0) finishing_since_s_ = now_s();
-  if (nccl->under_way() && now_s() - finishing_since_s_ < kLastWorkS) return false;
-  try {
-    if (!agreement_.anything_open() && !nccl->under_way()) nccl->finish();
-  } catch (const std::exception& error) {
-    at_.log.write(LogLevel::kWarning, std::string("while stopping: ") + error.what());
-  }
-  return true;
-}
-
 // One step of stopping; true when nothing is left to do. Called by the coordination thread. What
 // was decided before the others heard of it is still carried out: they count on it.
 bool Engine::try_stop() {
-  if (failure() || door_.left()) return true;
+  if (failure() || door_.ends_now()) return true;
   if (!agreement_.has_left(at_.rank)) {
-    if (!finish_on_devices()) return false;
+    if (!runner_.finish_on_device()) return false;
     watch_.leave();
     while (turn(0)) {
     }

@@ -9,6 +9,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "engine/agreement.h"
@@ -52,12 +53,12 @@ class Engine {
   // shared if anything is. Any thread.
   std::shared_ptr<char> allocate(size_t nbytes);
 
-  // Ranks of a process set; throws UsageError when there is none or this rank is not in it.
-  std::vector<int> ranks_of(int32_t set) const { return door_.ranks_of(set); }
+  // Ranks of a process set; throws UsageError when there is none.
+  std::vector<int> ranks_of(int32_t set) { return door_.ranks_of(set); }
   // Whether an allreduce of this process set takes as long for memory that only this process sees.
-  bool exchanges_anywhere(int32_t set) const;
+  bool exchanges_anywhere(int32_t set);
   // A number for each member, which those that share memory have in common.
-  std::vector<int> nodes_of(int32_t set) const;
+  std::vector<int> nodes_of(int32_t set);
 
   // Stops taking requests, tells the others, fails what is open. Rank 0 goes on coordinating
   // until the last rank has stopped; wait_stopped() is true when this rank is through.
@@ -66,10 +67,10 @@ class Engine {
   FailurePtr failure() const { return door_.failure(); }  // what ended the engine, or null
   // This process is a forked child, which has neither the sockets nor the thread: who submits or
   // waits here is refused.
-  void abandon() { door_.abandon(); }
+  void abandon() { door_.refuse_child(); }
 
   // Any thread.
-  const Runner& counters() const { return runner_; }
+  Runner::Counters counters() const { return runner_.counters(); }
   void touch(int64_t nbytes) { runner_.touch(nbytes); }
   int64_t message_count() const { return agreement_.message_count(); }
 
@@ -84,7 +85,6 @@ class Engine {
   FailurePtr verdict_on(FailurePtr failure);
   void poison(FailurePtr failure);
   void fail_everything(const FailurePtr& failure);
-  bool finish_on_devices();
   bool try_stop();
 
   Station at_;
@@ -98,7 +98,6 @@ class Engine {
   Patience patience_;  // of a caller, until something is agreed
   double heard_s_ = 0;
   std::vector<Message> inbox_;
-  double finishing_since_s_ = 0;  // on devices, before it leaves
 
   std::thread thread_;  // last: starts when everything else is there
 };

@@ -4,18 +4,20 @@
 #include <cstring>
 #include <utility>
 
+#include "common/clock.h"
 #include "common/memory.h"
 
 namespace bagua {
 namespace {
 
+constexpr double kLastWorkS = 30;  // that devices still do for others when this rank leaves
 constexpr const char* kNotCaptured =
     "that takes NCCL on all ranks, an allreduce, broadcast or reducescatter that it can do, and "
     "one exchange before the capture";
 
 }  // namespace
 
-Runner::Runner(Station& station, Door& door, Agreement& agreement, Waiter& waiter)
+Runner::Runner(const Station& station, Door& door, Agreement& agreement, Waiter& waiter)
     : at_(station),
       door_(door),
       agreement_(agreement),
@@ -26,13 +28,10 @@ Runner::Runner(Station& station, Door& door, Agreement& agreement, Waiter& waite
               ? std::make_unique<Crew>(at_.config.helpers, [this] { return door_.anybody_waits(); })
               : nullptr) {}
 
-Runner::~Runner() = default;
-
 void Runner::accept_next() {
-  const size_t before = tasks_.size();
   agreement_.accept_next(tasks_);
-  for (size_t i = before; i < tasks_.size(); ++i)
-    for (const RequestPtr& request : tasks_[i].requests)
+  for (const Task& task : tasks_)
+    for (const RequestPtr& request : task.requests)
       if (request->stands_in) furnish(*request);
 }
 
@@ -307,6 +306,32 @@ void Runner::let_go() {
     }
     keep_for_ever(std::move(scratch_[exchange->place]));
   }
+}
+
+void Runner::tidy() {
+  if (nccl_) nccl_->tidy();
+}
+
+// What they were given, other ranks may wait for. Then NCCL's own threads send what they still
+// have.
+bool Runner::finish_on_device() {
+  if (!nccl_) return true;
+  if (finishing_since_s_ == 0) finishing_since_s_ = now_s();
+  if (nccl_->under_way() && now_s() - finishing_since_s_ < kLastWorkS) return false;
+  try {
+    if (!agreement_.anything_open() && !nccl_->under_way()) nccl_->finish();
+  } catch (const std::exception& error) {
+    at_.log.write(LogLevel::kWarning, std::string("while stopping: ") + error.what());
+  }
+  return true;
+}
+
+Runner::Counters Runner::counters() const {
+  const auto read = [](const std::atomic<int64_t>& count) {
+    return count.load(std::memory_order_relaxed);
+  };
+  return {read(sent_nbytes_), read(exchange_count_), crew_ ? crew_->joined() : 0,
+          read(touched_nbytes_), read(codec_us_)};
 }
 
 std::vector<RequestPtr> Runner::give_up() {

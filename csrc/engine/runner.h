@@ -11,6 +11,8 @@
 #include <unordered_set>
 #include <vector>
 
+#include "collective/collective.h"
+#include "common/crew.h"
 #include "engine/agreement.h"
 #include "engine/allreduce.h"
 #include "engine/exchange.h"
@@ -23,8 +25,7 @@ namespace bagua {
 class Runner {
  public:
   // `waiter` is how it waits inside an exchange.
-  Runner(Station& station, Door& door, Agreement& agreement, Waiter& waiter);
-  ~Runner();
+  Runner(const Station& station, Door& door, Agreement& agreement, Waiter& waiter);
 
   // Nothing is under way or lined up.
   bool idle() const { return under_way_.empty() && tasks_.empty(); }
@@ -53,19 +54,25 @@ class Runner {
 
   // What is done for the engine, but not for the devices.
   bool on_device() const { return nccl_ && nccl_->under_way(); }
-  NcclExchange* nccl() { return nccl_.get(); }  // null until there is something for it
+  const NcclExchange* nccl() const { return nccl_.get(); }  // null until there is something for it
+  // Frees what nothing needs any more; between exchanges.
+  void tidy();
+  // Throws a PeerError if a device has noticed a failure. While on one.
+  void check_device() { nccl_->check(); }
+  // Lets devices send what others wait for, the last time. Whether that is all.
+  bool finish_on_device();
 
-  // Bytes this rank has sent in exchanges, and exchanges run.
-  int64_t sent_nbytes() const { return sent_nbytes_.load(std::memory_order_relaxed); }
-  int64_t exchange_count() const { return exchange_count_.load(std::memory_order_relaxed); }
-  // How often a helper has joined in a reduction.
-  int64_t helped_count() const { return crew_ ? crew_->joined() : 0; }
-  // Bytes of memory read and written for exchanges.
-  int64_t touched_nbytes() const { return touched_nbytes_.load(std::memory_order_relaxed); }
-  // So many more, by whoever brings values to where they are exchanged.
+  // ---- any thread ----
+  struct Counters {
+    int64_t sent_nbytes;  // by this rank, in exchanges
+    int64_t exchanges;
+    int64_t helped;          // how often a helper has joined in a reduction
+    int64_t touched_nbytes;  // of memory read and written for exchanges
+    int64_t codec_us;        // that codecs took, on CPUs
+  };
+  Counters counters() const;
+  // So many bytes more, by whoever brings values to where they are exchanged.
   void touch(int64_t nbytes) { touched_nbytes_.fetch_add(nbytes, std::memory_order_relaxed); }
-  // Microseconds that codecs took, on CPUs.
-  int64_t codec_us() const { return codec_us_.load(std::memory_order_relaxed); }
 
  private:
   // The carrying out of one task.
@@ -98,7 +105,7 @@ class Runner {
   void tell_choice(const Collective& row, const Job& job);
   void run_special(Request& request);
 
-  Station& at_;
+  const Station& at_;
   Door& door_;
   Agreement& agreement_;
   Waiter& waiter_;
@@ -113,6 +120,7 @@ class Runner {
   // The first one is carried out; the others have begun ahead.
   std::deque<std::unique_ptr<Exchange>> under_way_;
   std::unordered_set<const Collective*> chosen_;
+  double finishing_since_s_ = 0;  // on devices
   std::atomic<int64_t> sent_nbytes_{0}, touched_nbytes_{0}, codec_us_{0}, exchange_count_{0};
 };
 

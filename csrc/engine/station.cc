@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "transport/node.h"
+
 namespace bagua {
 
 Station::Station(const Config& config, std::unique_ptr<Transport> transport,

@@ -9,10 +9,11 @@
 #include "common/config.h"
 #include "common/log.h"
 #include "control/channel.h"
-#include "transport/node.h"
 #include "transport/transport.h"
 
 namespace bagua {
+
+class Arenas;
 
 struct Station {
   // `names` says where each rank runs, for errors: "rank 2 (host b, pid 17)".

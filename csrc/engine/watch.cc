@@ -1,6 +1,9 @@
 #include "engine/watch.h"
 
 #include <algorithm>
+#include <map>
+#include <set>
+#include <vector>
 
 #include "common/clock.h"
 #include "common/ranks_text.h"
@@ -13,19 +16,34 @@ constexpr double kAskEveryS = 0.25;
 
 std::string seconds(double s) { return std::to_string(static_cast<int>(s + 0.5)) + " s"; }
 
-// What one of the ranks that others wait for waits for itself: then the calls differ.
-std::string instead(const Ledger::Stall& stall, const std::vector<Ledger::Stall>& open) {
-  for (const int rank : stall.missing)
-    for (const auto& other : open)
-      if (std::count(other.waiting.begin(), other.waiting.end(), rank) > 0)
-        return (stall.missing.size() > 1 ? ", of which rank " + std::to_string(rank) : ", which") +
-               " has called " + other.label + " instead";
-  return "";
-}
+// What a rank that others wait for has called instead of what they have: then the calls differ.
+class Instead {
+ public:
+  explicit Instead(const std::vector<Ledger::Stall>& open) {
+    for (const auto& stall : open)
+      for (const int rank : stall.waiting) called_[rank].insert(stall.label);
+  }
+  std::string of(const Ledger::Stall& stall) const {
+    const auto here = called_.find(stall.waiting.empty() ? -1 : stall.waiting[0]);
+    for (const int rank : stall.missing) {
+      const auto there = called_.find(rank);
+      if (there == called_.end() || here == called_.end()) continue;
+      for (const std::string& label : there->second)
+        if (here->second.count(label) == 0)
+          return (stall.missing.size() > 1 ? ", of which rank " + std::to_string(rank)
+                                           : ", which") +
+                 " has called " + label + " instead";
+    }
+    return "";
+  }
+
+ private:
+  std::map<int, std::set<std::string>> called_;  // by rank
+};
 
 }  // namespace
 
-Watch::Watch(Station& station, Door& door, Agreement& agreement, Runner& runner)
+Watch::Watch(const Station& station, Door& door, Agreement& agreement, Runner& runner)
     : at_(station),
       door_(door),
       agreement_(agreement),
@@ -56,7 +74,7 @@ void Watch::tick() {
   if (agreement_.ledger() && leaving()) look_for_stragglers(now);
   if (runner_.on_device()) look_at_device(now);
   const bool idle = !runner_.in_exchange() && !agreement_.anything_open() && !runner_.on_device();
-  if (runner_.nccl() && idle && !leaving()) runner_.nccl()->tidy();
+  if (idle && !leaving()) runner_.tidy();
 }
 
 void Watch::lose(int rank, const std::string& how) {
@@ -82,22 +100,25 @@ void Watch::leave() {
 }
 
 void Watch::look_for_stalls(double now) {
-  Ledger& ledger = *agreement_.ledger();
+  const Ledger& ledger = *agreement_.ledger();
   if (at_.config.stall_fail_s > 0) {
     const auto stalls = ledger.stalls(now, at_.config.stall_fail_s);
-    const auto open = stalls.empty() ? stalls : ledger.stalls(now, 0);
-    for (const auto& stall : stalls)
-      ledger.reject(stall, stall.label + ": " + ranks_text(stall.missing) + " not ready after " +
-                               seconds(at_.config.stall_fail_s) + instead(stall, open) +
-                               "; did it skip this call, or take another branch? "
-                               "(stall_fail_s)");
+    if (!stalls.empty()) {
+      const Instead instead(ledger.stalls(now, 0));
+      for (const auto& stall : stalls)
+        agreement_.reject(stall, stall.label + ": " + ranks_text(stall.missing) +
+                                     " not ready after " + seconds(at_.config.stall_fail_s) +
+                                     instead.of(stall) +
+                                     "; did it skip this call, or take another branch? "
+                                     "(stall_fail_s)");
+    }
     agreement_.decide(runner_.idle());
   }
   if (at_.config.stall_warn_s <= 0 || now - warned_s_ < at_.config.stall_warn_s) return;
   const auto stalls = ledger.stalls(now, at_.config.stall_warn_s);
   if (stalls.empty()) return;
   warned_s_ = now;
-  const auto open = ledger.stalls(now, 0);
+  const Instead instead(ledger.stalls(now, 0));
   std::string text = "some ranks wait for others";
   if (at_.config.stall_fail_s == 0)
     text += ", for as long as it takes (with stall_fail_s, bagua-run --stall-fail-s 300, it fails)";
@@ -108,7 +129,7 @@ void Watch::look_for_stalls(double now) {
       break;
     }
     text += "\n  " + stalls[i].label + ": waiting " + seconds(now - stalls[i].since_s) + " for " +
-            ranks_text(stalls[i].missing) + instead(stalls[i], open);
+            ranks_text(stalls[i].missing) + instead.of(stalls[i]);
   }
   at_.log.write(LogLevel::kWarning, text);
 }
@@ -136,7 +157,8 @@ void Watch::look_for_stragglers(double now) {
 }
 
 void Watch::check_progress(double waited_s, int peer, double& warned_s) {
-  if (door_.left()) throw Verdict(at_.name_of(at_.rank) + " has ended bagua during an exchange");
+  if (door_.ends_now())
+    throw Verdict(at_.name_of(at_.rank) + " has ended bagua during an exchange");
   const auto stuck = [&] {
     return runner_.label() + ", on which all ranks had agreed, made no progress for " +
            seconds(waited_s) + (peer < 0 ? "" : ", waiting for " + at_.name_of(peer));
@@ -157,7 +179,7 @@ void Watch::check_progress(double waited_s, int peer, double& warned_s) {
 
 // What a device was given ends when every rank's device has come to it; the host waits for none.
 void Watch::look_at_device(double now) {
-  runner_.nccl()->check();
+  runner_.check_device();
   const double waited_s = now - runner_.nccl()->given_s();
   const std::string text = "what NCCL was given " + seconds(waited_s) +
                            " ago is not done although all ranks answer: is another rank's GPU far "

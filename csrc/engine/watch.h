@@ -6,8 +6,10 @@
 
 #include "common/errors.h"
 #include "engine/agreement.h"
+#include "engine/door.h"
 #include "engine/liveness.h"
 #include "engine/runner.h"
+#include "engine/station.h"
 
 namespace bagua {
 
@@ -18,7 +20,7 @@ struct Verdict : PeerError {
 
 class Watch {
  public:
-  Watch(Station& station, Door& door, Agreement& agreement, Runner& runner);
+  Watch(const Station& station, Door& door, Agreement& agreement, Runner& runner);
 
   // Whether the message was about who is alive, and is dealt with.
   bool hear(const Message& message, MessageType type);
@@ -42,7 +44,7 @@ class Watch {
   void look_for_stragglers(double now);
   void look_at_device(double now);
 
-  Station& at_;
+  const Station& at_;
   Door& door_;
   Agreement& agreement_;
   Runner& runner_;

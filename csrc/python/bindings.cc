@@ -221,12 +221,13 @@ PYBIND11_MODULE(_core, m) {
              return e.failure() ? py::object(py::str(e.failure()->what)) : py::none();
            })
       .def("counters", [](const Engine& e) {
+        const auto counters = e.counters();
         py::dict d;
-        d["sent_nbytes"] = e.counters().sent_nbytes();
-        d["touched_nbytes"] = e.counters().touched_nbytes();
-        d["codec_us"] = e.counters().codec_us();
-        d["exchanges"] = e.counters().exchange_count();
-        d["helped"] = e.counters().helped_count();
+        d["sent_nbytes"] = counters.sent_nbytes;
+        d["touched_nbytes"] = counters.touched_nbytes;
+        d["codec_us"] = counters.codec_us;
+        d["exchanges"] = counters.exchanges;
+        d["helped"] = counters.helped;
         d["control_messages"] = e.message_count();
         return d;
       });

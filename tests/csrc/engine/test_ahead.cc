@@ -35,7 +35,7 @@ class Ahead : public testing::TestWithParam<Kind> {
   }
   void wait_until_begun(int64_t exchanges) {
     for (int rank = 0; rank < world.size(); ++rank)
-      wait_until([&] { return world[rank].counters().exchange_count() >= exchanges; });
+      wait_until([&] { return world[rank].counters().exchanges >= exchanges; });
   }
 
   std::deque<std::vector<float>> data;  // by number, then by rank
@@ -93,7 +93,7 @@ TEST_P(Ahead, NotInMemoryThatTheOneBeforeWritesTo) {
   }
   wait_until([&] { return world[1].message_count() > before; });  // it is reported
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(world[rank].counters().exchange_count(), 1);
+  for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(world[rank].counters().exchanges, 1);
   open_gates(world, 1 << 30);
   world.run([&](int rank) {
     for (const HandlePtr& handle : handles[static_cast<size_t>(rank)]) finish(world[rank], handle);

@@ -115,14 +115,14 @@ TEST_P(EverySize, HelpersReduceAlong) {
     std::vector<float*> places = {reinterpret_cast<float*>(arena.get())};
     if (n <= 1 + config.helpers) places.push_back(elsewhere.data());  // else there is too little
     for (float* data : places) {
-      const int64_t before = engine.counters().helped_count();
+      const int64_t before = engine.counters().helped;
       for (int again = 0; again < 3; ++again) reduce(data, Urgency::kNow);
-      EXPECT_EQ(engine.counters().helped_count(), before);
+      EXPECT_EQ(engine.counters().helped, before);
       // A helper that wakes up late finds nothing to do.
       std::vector<float> helped{0};
       while (n > 1 && helped[0] < static_cast<float>(n)) {
         reduce(data, Urgency::kWaited);
-        helped[0] = engine.counters().helped_count() > before;
+        helped[0] = engine.counters().helped > before;
         call(engine, allreduce_of("helped", helped));
       }
     }
@@ -144,8 +144,8 @@ TEST(Engine, CountsWhatItSends) {
   world.run([&](int rank) {
     std::vector<float> data(1000, 1);
     call(world[rank], allreduce_of("x", data));
-    EXPECT_EQ(world[rank].counters().sent_nbytes(), 4000);
-    EXPECT_EQ(world[rank].counters().exchange_count(), 1);
+    EXPECT_EQ(world[rank].counters().sent_nbytes, 4000);
+    EXPECT_EQ(world[rank].counters().exchanges, 1);
   });
 }
 
@@ -159,7 +159,7 @@ TEST(Engine, FusesSmallRequestsAndKeepsLargeOnesApart) {
           allreduce_of("t" + std::to_string(handles.size()), values), Urgency::kWaited));
     for (const HandlePtr& handle : handles) finish(world[rank], handle);
     for (const auto& values : data) EXPECT_EQ(values, std::vector<float>(5, 2));
-    EXPECT_LE(world[rank].counters().exchange_count(), 3);
+    EXPECT_LE(world[rank].counters().exchanges, 3);
   });
 }
 
@@ -209,7 +209,7 @@ TEST_P(InlineOrNot, AgreesOnTheNextExchangeDuringOne) {
     for (const HandlePtr& handle : handles[static_cast<size_t>(rank)]) finish(world[rank], handle);
   });
   for (const auto& values : data) EXPECT_EQ(values[0], static_cast<float>(n));
-  EXPECT_LE(world[0].counters().exchange_count(), 6);  // the late ones share theirs
+  EXPECT_LE(world[0].counters().exchanges, 6);  // the late ones share theirs
 }
 
 TEST(Engine, WhoHasWhatItWaitsForDrivesNoFurther) {
