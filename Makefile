@@ -118,7 +118,7 @@ format: $(STAMP)/extension ## let ruff and clang-format rewrite the sources
 # ranks between others, and element types as wide as another, take a collective no other way, and kernels
 # have tests of their own, whose one thread ThreadSanitizer has nothing to see in.
 BETWEEN_OTHERS := ^Collectives/.*/([256]_.*|.*_(bfloat16|int32|int64))$$
-NOT_FOR_TSAN := $(BETWEEN_OTHERS)|^(Gpu)?Codecs|^Dots|^Half|^Reduce|^Stream|^Thin|_(bfloat16|float64|int32|int64)$$
+NOT_FOR_TSAN := $(BETWEEN_OTHERS)|^(Gpu)?Codecs|^Dots|^Half|^Reduce|^Stream|^Thin|^Warp|_(bfloat16|float64|int32|int64)$$
 
 sanitize: sanitized ## the C++ tests under AddressSanitizer+UBSan and ThreadSanitizer
 	@$(call ctest,build/asan,-E '$(BETWEEN_OTHERS)')

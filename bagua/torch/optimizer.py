@@ -15,7 +15,7 @@ from bagua.common.kinds import ReduceOp
 from bagua.common.process_set import ProcessSet, checked, global_process_set
 from bagua.common.requests import reduce_op
 from bagua.common.world import world
-from bagua.torch import capture, choice, joined, kept, safety
+from bagua.torch import alone, capture, choice, joined, kept, safety
 from bagua.torch.background import Background
 from bagua.torch.between_steps import BetweenSteps
 from bagua.torch.bucket_plan import fold_of
@@ -90,6 +90,7 @@ class DistributedOptimizer(Wrapped):
         check_predivide(gradient_predivide_factor, op)
         num_groups, groups = checked_groups(num_groups, groups)
         super().__init__(optimizer)
+        alone.somebody_wrapped()
         self._skip_synchronize = False
         self._named = None if named_parameters is None else list(named_parameters)
         self._process_set = checked(process_set)

@@ -5,13 +5,14 @@
 
 #include "codec/codec.h"
 #include "common/errors.h"
+#include "common/scaled.h"
 #include "kernel/half.h"
 
 namespace bagua {
 namespace {
 
 // Wire bytes that travel at a time, about, unless that were too many messages.
-constexpr int64_t kMessageNbytes = 128 << 10;
+constexpr int64_t kMessageNbytes = scaled(128 << 10);
 constexpr int64_t kMostMessages = 256;
 
 }  // namespace

@@ -17,6 +17,7 @@
 #include "collective/pace.h"
 #include "collective/peers.h"
 #include "common/crew.h"
+#include "common/scaled.h"
 #include "common/types.h"
 #include "kernel/reduce.h"
 #include "kernel/stream.h"
@@ -126,7 +127,7 @@ struct Job {
 };
 
 // Work on more memory than that is done in parts, so that `touch` can look around in between.
-constexpr int64_t kLongNbytes = 32 << 20;
+constexpr int64_t kLongNbytes = scaled(32 << 20);
 
 inline void copy(Group& group, void* to, const void* from, size_t nbytes) {
   if (to == from) return;
@@ -142,7 +143,7 @@ using Jobs = std::vector<Job*>;
 // So many bytes are under way at a time: receives are posted for them. What arrives before it is
 // waited for costs MPI memory and copies, and who sends nothing unasked queues its questions behind
 // the data: with more than that, links of 1 Gbit/s were idle for a third of the time.
-constexpr size_t kAheadNbytes = 64 << 20;
+constexpr size_t kAheadNbytes = scaled(64 << 20);
 
 // Gives each of several jobs its part of a lane; returns `head` bytes that are nobody's.
 template <class Each>

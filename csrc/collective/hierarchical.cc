@@ -15,11 +15,12 @@
 
 #include "collective/collective.h"
 
+#include "common/scaled.h"
 namespace bagua {
 namespace {
 
 // At a time; memory that others cannot see is copied through as much of shared memory.
-constexpr size_t kChunkNbytes = 32 << 20;
+constexpr size_t kChunkNbytes = scaled(32 << 20);
 
 struct Layout {
   std::vector<int> mine;      // group indices on this node

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "collective/collective.h"
+#include "common/scaled.h"
 #include "kernel/half.h"
 
 namespace bagua {
@@ -8,9 +9,9 @@ namespace {
 
 // From so many bytes on it pays to wake somebody up, or from fewer that are in more places than
 // kFewRows; a piece is what one thread takes at a time.
-constexpr int64_t kHelpedNbytes = 1 << 20;
+constexpr int64_t kHelpedNbytes = scaled(1 << 20);
 constexpr int64_t kFewRows = 4;
-constexpr int64_t kPieceNbytes = 128 << 10;
+constexpr int64_t kPieceNbytes = scaled(128 << 10);
 // Rows of 16-bit floats that one of float32 is worth.
 constexpr int64_t kFloatRows = 2;
 // Rows whose pieces need no memory to be named.

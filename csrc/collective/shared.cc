@@ -11,6 +11,7 @@
 #include "collective/stage.h"
 #include "common/clock.h"
 #include "common/memory.h"
+#include "common/scaled.h"
 #include "kernel/stream.h"
 
 namespace bagua {
@@ -19,7 +20,7 @@ namespace {
 // Up to this many bytes of all ranks together one step beats two.
 constexpr size_t kSmallNbytes = 32 << 10;
 // From so many bytes on it is worth finding out whether to write past the caches.
-constexpr size_t kVariesNbytes = 1 << 20;
+constexpr size_t kVariesNbytes = scaled(1 << 20);
 
 // Slices that begin on cache lines, so that no line is written by two ranks.
 Slice lines_of(const Job& job, int i) {

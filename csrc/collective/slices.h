@@ -7,6 +7,7 @@
 
 #include "collective/collective.h"
 #include "common/memory.h"
+#include "common/scaled.h"
 
 namespace bagua {
 
@@ -58,7 +59,7 @@ class SliceReducer {
 };
 
 // A segment is what travels and is reduced at a time: small enough to stay in a core's cache.
-constexpr size_t kSegmentNbytes = 512 << 10;
+constexpr size_t kSegmentNbytes = scaled(512 << 10);
 inline int64_t segment_count(const Job& job) {
   return static_cast<int64_t>(kSegmentNbytes / job.item());
 }

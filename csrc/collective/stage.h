@@ -5,13 +5,14 @@
 #include <vector>
 
 #include "collective/collective.h"
+#include "common/scaled.h"
 
 namespace bagua {
 
 class Stage {
  public:
   // So much of a stage is used by a thread at a time: it should stay in a core's cache.
-  static constexpr size_t kNbytes = 1 << 20;
+  static constexpr size_t kNbytes = scaled(1 << 20);
 
   Stage(Job& job, size_t nbytes);
 

@@ -10,16 +10,16 @@ namespace {
 // What was fastest between nodes of one rank each on links of 1 Gbit/s, by `python -m
 // benchmarks.network --ranks 1 --hosts 2`, 4, 8 and 16: from so many ranks and bytes on, up to the
 // next line. Where rows differ by less than 5 %, of the better of two runs, it is the one that also
-// carries 16-bit floats. Of more than 64 MB that has more under way than has a place to go to.
-// What may come in other company next time is summed in the order of ranks, whatever that costs:
-// its bits must not depend on the company.
+// carries 16-bit floats. Of more than kAheadNbytes that has more under way than has a place to go
+// to. What may come in other company next time is summed in the order of ranks, whatever that
+// costs: its bits must not depend on the company.
 struct Fastest {
   int ranks;
   int64_t nbytes;
   const char* name;
 };
 constexpr Fastest kFastest[] = {
-    {0, 0, "gather_reduce"},  {0, 4 << 10, "scatter_reduce"},   {3, (64 << 20) + 1, "ring"},
+    {0, 0, "gather_reduce"},  {0, 4 << 10, "scatter_reduce"},   {3, kAheadNbytes + 1, "ring"},
     {16, 0, "gather_reduce"}, {16, 32 << 10, "scatter_reduce"}, {16, kLoneNbytes, "halving"},
     {16, 8 << 20, "ring"},
 };

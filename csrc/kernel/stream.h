@@ -3,6 +3,7 @@
 
 #include <cstddef>
 
+#include "common/scaled.h"
 #include "kernel/isa.h"
 
 namespace bagua {
@@ -19,6 +20,6 @@ void stream_copy(void* to, const void* from, size_t nbytes, Isa isa = best_isa()
 void stream_fence();
 
 // Results of so many bytes do not stay in the caches anyway.
-constexpr size_t kStreamNbytes = 8 << 20;
+constexpr size_t kStreamNbytes = scaled(8 << 20);
 
 }  // namespace bagua

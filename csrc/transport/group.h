@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/scaled.h"
 #include "transport/node.h"
 #include "transport/transport.h"
 
@@ -179,7 +180,7 @@ class Group {
   const int track_;
   Node* node_;
   std::vector<int> node_indices_;
-  static constexpr int64_t kLookNbytes = 128 << 20;
+  static constexpr int64_t kLookNbytes = scaled(128 << 20);
   Work work_;
   std::shared_ptr<OddRanks> odd_ = std::make_shared<OddRanks>();
   int64_t look_at_ = kLookNbytes;

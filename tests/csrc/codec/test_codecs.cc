@@ -12,6 +12,7 @@
 
 #include "codec/codec.h"
 #include "common/errors.h"
+#include "common/scaled.h"
 
 namespace bagua {
 namespace {
@@ -155,7 +156,7 @@ TEST(Codecs, DecodeAddAddsWhatDecodeSays) {
 TEST(Codecs, PastTheCachesItSaysTheSame) {
   for_all([](const Coding& coding, Isa isa) {
     std::set<int64_t> all = counts(coding);
-    all.insert((2 << 20) + 4097);  // goes there by itself
+    all.insert(scaled(2 << 20) + 4097);  // goes there by itself
     for (const int64_t count : all) {
       const std::vector<char> wire = encoded(coding, normal(count, 1), isa);
       Floats said(static_cast<size_t>(count));

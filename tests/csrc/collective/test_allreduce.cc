@@ -40,8 +40,8 @@ void check_allreduce(const Collective& row, Case c, ReduceOp op, int64_t count, 
     ASSERT_EQ(result, first) << row.name << ": ranks differ in bits at count " << count;
     ASSERT_EQ(result.back(), 'g');
   }
+  std::vector<char> expected(sizeof(double));
   for (int64_t i = 0; i < count; ++i) {
-    std::vector<char> expected(sizeof(float));
     const double x = oracle(op, c.nranks, i) / finish.divisor * finish.factor;
     put(c.dtype, expected.data(), 0,
         c.dtype == DType::kI32 ? std::trunc(x) : static_cast<float>(x));
@@ -83,8 +83,8 @@ TEST(AllreduceChoice, IsWhatWasMeasured) {
   for (const int n : {2, 3, 15}) {
     EXPECT_EQ(chosen(n, 1 << 10), "gather_reduce");
     EXPECT_EQ(chosen(n, 4 << 10), "scatter_reduce");
-    EXPECT_EQ(chosen(n, 64 << 20), "scatter_reduce");
-    EXPECT_EQ(chosen(n, (64 << 20) + 4), n == 2 ? "scatter_reduce" : "ring");
+    EXPECT_EQ(chosen(n, kAheadNbytes), "scatter_reduce");
+    EXPECT_EQ(chosen(n, kAheadNbytes + 4), n == 2 ? "scatter_reduce" : "ring");
     EXPECT_EQ(chosen(n, 128 << 20, DType::kBF16), "scatter_reduce");
   }
   for (const int n : {16, 40}) {

@@ -5,6 +5,7 @@
 #include <set>
 
 #include "collective/jobs.h"
+#include "common/scaled.h"
 
 namespace bagua {
 namespace {
@@ -64,7 +65,7 @@ class Hierarchical : public testing::TestWithParam<Layout> {
 
 class LargeHierarchical : public Hierarchical {};
 INSTANTIATE_TEST_SUITE_P(Collectives, LargeHierarchical, testing::Values(Layout{0, 1, 0, 1}));
-TEST_P(LargeHierarchical, LargerThanAChunk) { check((9 << 20) + 1, ReduceOp::kSum, false); }
+TEST_P(LargeHierarchical, LargerThanAChunk) { check(scaled(9 << 20) + 1, ReduceOp::kSum, false); }
 
 INSTANTIATE_TEST_SUITE_P(Collectives, Hierarchical,
                          testing::Values(Layout{0, 0, 1, 1}, Layout{0, 1, 0, 1}, Layout{0, 0, 0, 1},
@@ -101,7 +102,7 @@ TEST(HierarchicalChoice, IsForSeveralNodesOfSeveralRanks) {
 
 TEST_P(Hierarchical, LeadersDoAsTheyAreTold) {
   for (const char* row : {"scatter_reduce", "ring", "halving", "gather_reduce"})
-    for (const int64_t count : {1, 1000, 700001})
+    for (const int64_t count : std::vector<int64_t>{1, 1000, scaled(700'000) + 1})
       for (const DType dtype : {DType::kF32, DType::kF16}) {
         if (count <= 1000 || dtype == DType::kF32) check(count, ReduceOp::kSum, true, dtype, row);
         if (count <= 1000 || dtype == DType::kF16) check(count, ReduceOp::kMax, false, dtype, row);

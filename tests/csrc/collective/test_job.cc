@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "collective/jobs.h"
+#include "common/scaled.h"
 #include "kernel/half.h"
 
 namespace bagua {
@@ -16,7 +17,7 @@ struct Lookout : YieldingWaiter {
 
 // Else a rank that is busy for long would be taken for dead.
 TEST(LongWork, LooksAroundNowAndThen) {
-  constexpr int64_t kCount = 24 << 20;
+  constexpr int64_t kCount = scaled(24 << 20);
   LoopbackHub hub(1);
   const auto transport = hub.connect(0);
   Lookout lookout;
@@ -38,7 +39,7 @@ TEST(LongWork, LooksAroundNowAndThen) {
 
 // Parts of it may be others' work.
 TEST(LongWork, OfSixteenBitFloatsIsLikeAnyOther) {
-  constexpr int64_t kCount = (24 << 20) + 7;
+  constexpr int64_t kCount = scaled(24 << 20) + 7;
   LoopbackHub hub(1);
   const auto transport = hub.connect(0);
   std::vector<F16> a(kCount, to_f16(2048)), b(kCount, to_f16(1)), rounded(kCount);

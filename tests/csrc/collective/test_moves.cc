@@ -8,6 +8,7 @@
 #include <string>
 
 #include "collective/jobs.h"
+#include "common/scaled.h"
 
 namespace bagua {
 namespace {
@@ -168,7 +169,7 @@ TEST(SharedMoves, ReadNothingAfterwards) {
 // Results beyond the caches, again and again: stages are written in both ways, and every input is
 // overwritten as soon as an exchange is over.
 TEST(SharedMoves, OfLargeResults) {
-  constexpr int64_t kCount = 2'100'007;  // of which a rank gets more than 8 MB
+  constexpr int64_t kCount = scaled(2'100'000) + 7;  // of which a rank gets more than 8 MB
   for (const OpKind kind :
        {OpKind::kBroadcast, OpKind::kAllgather, OpKind::kAlltoall, OpKind::kReducescatter})
     for (const Where where : kEverywhere)

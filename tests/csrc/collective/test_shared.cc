@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "collective/jobs.h"
+#include "common/scaled.h"
 
 namespace bagua {
 namespace {
@@ -137,7 +138,7 @@ TEST(Shared, InSeveralRounds) {
 // What is in one place each is shared among threads if every rank has enough of them that are free.
 TEST(Shared, WithHelpers) {
   constexpr int kRanks = 3;
-  constexpr int64_t kCount = (4 << 20) + 5;
+  constexpr int64_t kCount = scaled(4 << 20) + 5;
   std::atomic<int> busy{-1};
   Crews crews;
   for (int rank = 0; rank < kRanks; ++rank)
@@ -170,7 +171,7 @@ TEST(Shared, WithHelpers) {
 TEST(Shared, ThroughTheCachesAndPastThem) {
   for (const DType dtype : {DType::kF32, DType::kF16})
     with_jobs(3, dtype, [&](int rank, Job& job) {
-      job.count = (1 << 20) + 5;
+      job.count = scaled(1 << 20) + 5;
       const auto memory = job.group.node()->arenas()->allocate(job.nbytes());
       job.data = memory.get();
       for (const int way : {0, 1}) {
@@ -182,8 +183,8 @@ TEST(Shared, ThroughTheCachesAndPastThem) {
         EXPECT_EQ(job.scratch.pace(into, OpKind::kAllreduce, job.nbytes(), 1).last(), way);
       }
     });
-  check(2, DType::kF32, (5 << 20) + 3, 1, Where::kArenas, 4);
-  check(3, DType::kF32, (5 << 20) + 3, 0, Where::kMixed, 2);
+  check(2, DType::kF32, scaled(5 << 20) + 3, 1, Where::kArenas, 4);
+  check(3, DType::kF32, scaled(5 << 20) + 3, 0, Where::kMixed, 2);
 }
 
 TEST(Shared, OneAfterTheOther) {
@@ -208,7 +209,7 @@ float combined(ReduceOp op, float a, float b) {
 // In rank order, in float32, rounded once; wherever the data is and however it is cut.
 TEST(Shared, ReducesInTheOrderOfTheRanks) {
   const auto in_float16 = [](float x) { return to_float(to_f16(x)); };
-  for (const int64_t count : {5'000, 700'001})
+  for (const int64_t count : std::vector<int64_t>{5'000, scaled(700'000) + 1})
     for (const DType dtype : {DType::kF32, DType::kF16})
       for (const ReduceOp op :
            {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct})

@@ -5,6 +5,7 @@
 #include <deque>
 
 #include "collective/jobs.h"
+#include "common/scaled.h"
 
 namespace bagua {
 namespace {
@@ -22,7 +23,7 @@ std::vector<Load> loads_of(const Collective& row, int rank) {
   const bool copies = row.name == std::string("mirrored");
   const bool exact = row.name == std::string("scatter_reduce");
   std::vector<Load> loads;
-  for (const int64_t count : {30'007, 1, 40'001, 513, 600'000}) {
+  for (const int64_t count : std::vector<int64_t>{30'007, 1, 40'001, 513, scaled(600'000)}) {
     DType dtype = DType::kF32;
     if (count == 40'001 && !copies) dtype = exact ? DType::kF16 : DType::kBF16;
     if (count == 513 && exact) dtype = DType::kF64;

@@ -1,4 +1,5 @@
 // The engine when all goes well, and when callers make mistakes that they can mend.
+#include "common/scaled.h"
 #include "engine/engine.h"
 
 #include <gtest/gtest.h>
@@ -94,7 +95,7 @@ TEST_P(EverySize, HelpersReduceAlong) {
   config.helpers = 2;
   const int n = GetParam();
   LoopbackWorld world(n, config, std::vector<int>(static_cast<size_t>(n), 0));
-  const int64_t count = (5 << 20) / 4 * n + 3;
+  const int64_t count = scaled(5 << 20) / 4 * n + 3;
   world.run([&](int rank) {
     Engine& engine = world[rank];
     const auto arena = engine.allocate(static_cast<size_t>(count) * sizeof(float));

@@ -1,4 +1,5 @@
 // Tensors that travel together end with the bits of one after the other, however many they are.
+#include "common/scaled.h"
 #include "engine/exchange.h"
 
 #include <gtest/gtest.h>
@@ -34,7 +35,9 @@ RequestPtr request_of_vectors(const std::string& codec, Vectors& vectors, size_t
 }
 
 TEST(Exchange, MoreThanTravelsAtATime) {
-  const std::vector<size_t> counts = {5'000'000, 7'000'001, 40'000, 6'000'000, 300'000};
+  const std::vector<int64_t> sizes = {scaled(5'000'000), scaled(7'000'000) + 1, scaled(40'000),
+                                      scaled(6'000'000), scaled(300'000)};
+  const std::vector<size_t> counts(sizes.begin(), sizes.end());
   size_t total = 0;
   for (const size_t count : counts) total += count;
   ASSERT_GT(total * sizeof(float), kAheadNbytes);
