@@ -27,7 +27,7 @@ ifneq ($(words $(CURDIR)),1)
 $(error the path of this clone, $(CURDIR), has a space, which MPI's compiler wrapper cannot cope with; move it)
 endif
 
-.PHONY: help dev demo test test-csrc test-python test-slow test-arm test-gpu sanitize-gpu test-mpi test-hosts test-pretended test-parallel lint format sanitize sanitized bench clean googletest
+.PHONY: help dev demo test test-csrc test-python test-slow test-arm test-gpu sanitize-gpu test-mpi test-hosts test-pretended test-parallel lint format sanitize bench clean googletest
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -120,16 +120,14 @@ format: $(STAMP)/extension ## let ruff and clang-format rewrite the sources
 BETWEEN_OTHERS := ^Collectives/.*/([256]_.*|.*_(bfloat16|int32|int64))$$
 NOT_FOR_TSAN := $(BETWEEN_OTHERS)|^(Gpu)?Codecs|^Dots|^Half|^Reduce|^Stream|^Thin|^Warp|_(bfloat16|float64|int32|int64)$$
 
-sanitize: sanitized ## the C++ tests under AddressSanitizer+UBSan and ThreadSanitizer
-	@$(call ctest,build/asan,-E '$(BETWEEN_OTHERS)')
+sanitize: $(STAMP)/tools googletest ## the C++ tests under AddressSanitizer+UBSan and ThreadSanitizer
+	@$(call build,build/asan,-DBAGUA_SANITIZE=address$(comma)undefined)
+	$(call build,build/tsan,-DBAGUA_SANITIZE=thread)
+	$(call ctest,build/asan,-E '$(BETWEEN_OTHERS)')
 	unshuffled="setarch $$(uname -m) -R"
 	$$unshuffled true 2>/dev/null || unshuffled=
 	export TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1
 	$(call ctest,build/tsan,-E '$(NOT_FOR_TSAN)',$$unshuffled)
-
-sanitized: $(STAMP)/tools googletest
-	@$(call build,build/asan,-DBAGUA_SANITIZE=address$(comma)undefined)
-	$(call build,build/tsan,-DBAGUA_SANITIZE=thread)
 
 bench: dev ## measure against the peers that are importable, and draw time against size
 	@$(PIP) -e '.[bench]' --no-build-isolation

@@ -1,4 +1,4 @@
-"""A word to who has wrapped nothing: each rank learns a model of its own then, and no error tells."""
+"""A word to who has wrapped nothing: each rank learns a model of its own, and no error tells."""
 
 from __future__ import annotations
 

@@ -154,6 +154,18 @@ def test_what_is_no_name_of_an_algorithm(bagua):
 
 
 @pytest.mark.ranks(1)
+def test_a_name_that_only_the_successor_has(bagua):
+    from bagua.algorithms import LocalSGD, TopK
+    from bagua.torch_api.algorithms.algorithm import made
+
+    assert made("local_sgd") == LocalSGD()
+    assert made("topk") == TopK()
+    assert made("async") == bagua.algorithms.Algorithm.init("async").made()
+    with pytest.raises(ValueError, match="unknown algorithm 'topkk'"):
+        made("topkk")
+
+
+@pytest.mark.ranks(1)
 def test_an_algorithm_can_be_copied_and_subclassed(bagua):
     one = bagua.algorithms.bytegrad.ByteGradAlgorithm(average=False)
     assert copy.deepcopy(one) == pickle.loads(pickle.dumps(one)) == one

@@ -10,7 +10,7 @@ from typing import Any, Union
 import torch
 
 from bagua import algorithms
-from bagua.algorithms.algorithm import check_arguments, take_plain_numbers
+from bagua.algorithms.algorithm import check_arguments, find, names, take_plain_numbers
 from bagua.common.config import nearest
 from bagua.common.errors import UsageError
 
@@ -80,6 +80,8 @@ AnyAlgorithm = Union[Algorithm, algorithms.Algorithm, str]
 def made(algorithm: AnyAlgorithm) -> algorithms.Algorithm:
     """The algorithm as the optimizer wants it; one of `bagua.algorithms` is that already."""
     if isinstance(algorithm, str):
+        if algorithm not in _KNOWN and algorithm in names():
+            return find(algorithm)
         algorithm = Algorithm.init(algorithm)
     if isinstance(algorithm, Algorithm):
         return algorithm.made()
