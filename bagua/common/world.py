@@ -10,7 +10,7 @@ import atexit
 import ipaddress
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from bagua.common import mpi
@@ -36,6 +36,7 @@ _exit_hook_installed = False
 _failure_at_stop: str | None = None  # of the last world
 _has_failed = False  # any world of this process
 _uncaught: BaseException | None = None
+_at_init: list[Callable[[], None]] = []
 
 
 def init(
@@ -67,6 +68,15 @@ def init(
     _world = World(communicator_of(comm), config)
     _failure_at_stop = None  # which the program has survived
     _add_missing(process_sets or ())
+    for begin in _at_init:
+        begin()
+
+
+def at_init(begin: Callable[[], None]) -> None:
+    """Has it called when a world starts, or now, if one runs."""
+    _at_init.append(begin)
+    if _world is not None:
+        begin()
 
 
 def _add_missing(process_sets: Iterable[ProcessSet]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from bagua.common.warn import warn
-from bagua.common.world import is_initialized, world
+from bagua.common.world import at_init, is_initialized, world
 
 _STEPS = 20  # on end without any exchange, before anybody is told
 
@@ -43,9 +43,23 @@ class _Watch:
         self._hook.remove()
 
 
-_watch = _Watch()
+_watch: _Watch | None = None  # not before init(), for an import should change nothing of torch's
+_settled = False
+
+
+def begin() -> None:
+    global _watch
+    if _watch is None and not _settled:
+        _watch = _Watch()
 
 
 def somebody_wrapped() -> None:
     """When ranks exchange is their algorithm's business from now on."""
-    _watch.end()
+    global _watch, _settled
+    _settled = True
+    if _watch is not None:
+        _watch.end()
+        _watch = None
+
+
+at_init(begin)
