@@ -100,7 +100,7 @@ def _gpu_items(cuda: str, devices: str, nccl: str, has_driver: bool) -> list[str
     """What a build for this CUDA has found; without a GPU nothing is missing."""
     has_gpu, has_nccl = not devices.startswith("no "), not nccl.startswith("no ")
     if not has_gpu and not has_driver:
-        devices = "none, and no driver of NVIDIA's"
+        devices = "no cuda device, and no driver of NVIDIA's"
     if not has_nccl and has_gpu:
         extra = "cuda" if cuda.startswith("12.") else "cuda13"
         nccl = f"{nccl.partition('; pip install')[0]}; pip install '.[{extra}]' brings one"

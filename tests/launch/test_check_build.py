@@ -15,7 +15,7 @@ LOST = "no NCCL: libnccl.so.2: cannot open; pip install 'bagua[cuda]', for CUDA 
     [
         (
             ("13.0", OLD, LOST, False),
-            ["[ ] GPU: none, and no driver of NVIDIA's", "[ ] NCCL: not needed"],
+            ["[ ] GPU: no cuda device, and no driver of NVIDIA's", "[ ] NCCL: not needed"],
         ),
         (("13.0", OLD, LOST, True), [f"[ ] GPU: {OLD}", "[ ] NCCL: not needed without a GPU"]),
         (
