@@ -1,41 +1,25 @@
-"""What benchmarks/gpu.py makes of a trace and of figures."""
+"""Without a GPU nothing is measured, and nothing is written."""
 
-from benchmarks.gpu import table_of_exchanges, table_of_kernels, waits_in
+from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 
-def test_calls_that_wait_are_counted_between_the_steps_only():
-    events = [
-        ("cudaDeviceSynchronize", 1, 2),
-        ("steps", 5, 50),
-        ("aten::add", 6, 7),
-        ("cudaLaunchKernel", 6, 7),
-        ("cudaMemcpyAsync", 7, 8),
-        ("cudaStreamSynchronize", 9, 12),
-        ("cudaMalloc", 20, 21),
-        ("cudaMalloc", 30, 31),
-        ("cuStreamSynchronize", 40, 41),
-        ("cudaDeviceSynchronize", 60, 61),
-    ]
-    expected = {"cudaStreamSynchronize": 1, "cudaMalloc": 2, "cuStreamSynchronize": 1}
-    assert waits_in(events) == expected
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def spaced(table: str) -> list[str]:
-    return [" ".join(line.split()) for line in table.splitlines()]
-
-
-def test_tables():
-    kernels = {
-        "copy": {"seconds": 50e-6, "bytes": 200_000_000},
-        "minmax_u8 encode": {"seconds": 40e-6, "bytes": 125_000_000},
-    }
-    assert spaced(table_of_kernels(kernels))[1:3] == [
-        "copy 50.0 us 4.00 TB/s 50.0 us 1.00 x",
-        "minmax_u8 encode 40.0 us 3.12 TB/s 31.2 us 1.28 x",
-    ]
-    exchanges = {"bucket 64 KB, engine": {"median_s": 14e-6}, "waits of a step": {}}
-    assert spaced(table_of_exchanges(2, exchanges)) == [
-        "2 ranks",
-        "bucket 64 KB, engine 0.014 ms",
-        "the host waits in a step: never",
-    ]
+def test_nothing_is_measured_without_a_gpu():
+    results = ROOT / "benchmarks" / "results"
+    before = sorted(results.rglob("*"))
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu"],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout == "there is no GPU here, so there is nothing to measure\n"
+    assert sorted(results.rglob("*")) == before
