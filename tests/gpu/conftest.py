@@ -1,6 +1,6 @@
 """Tests of what is done on a GPU, by one rank and by two that share it.
 
-Where there is no GPU they are skipped, and say so; no other test is.
+Where there is no GPU they are skipped, and say so.
 """
 
 import pytest

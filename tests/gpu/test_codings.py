@@ -5,6 +5,8 @@ Blocks tell of them by one and the same; values that travel one by one may be an
 all bytes are the same, by every codec.
 """
 
+from __future__ import annotations
+
 import os
 
 import pytest
@@ -14,7 +16,16 @@ from bagua.common.core import core
 
 CODECS = [("raw",), ("fp16",), ("bf16",), ("minmax_u8",), ("minmax_u4",), ("fp8_e4m3",), ("sign1",)]
 CODECS += [("topk", 41, "raw"), ("topk", 1, "fp16"), ("topk", 41, "minmax_u8"), ("topk", 4096)]
+CODECS += [("topk", 7, "bf16"), ("topk", 41, "minmax_u4"), ("topk", 41, "fp8_e4m3")]
+SEEDS = [*range(4), "fresh"]
 COUNTS = [1, 7, 127, 512, 513, 2048 + 31, 100_003]
+
+
+def seed_of(seed: int | str) -> int:
+    if seed == "fresh":
+        seed = int.from_bytes(os.urandom(4), "little")
+        print("seed", seed)  # of values that did not fail before
+    return int(seed)
 
 
 def hard_values(count: int, seed: int) -> torch.Tensor:
@@ -65,13 +76,10 @@ def assert_same_wires(
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("seed", [*range(4), "fresh"])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_encodes_and_decodes_alike(codec, count, seed):
     coding = core.Coding(*codec)
-    if seed == "fresh":
-        seed = int.from_bytes(os.urandom(4), "little")
-        print("seed", seed)  # of values that did not fail before
-    values = hard_values(count, seed)
+    values = hard_values(count, seed_of(seed))
     lost = torch.full((count,), 0.0625)
     for residual in (None, lost):
         wire = torch.zeros(coding.wire_nbytes(count), dtype=torch.uint8)
@@ -90,10 +98,10 @@ def test_encodes_and_decodes_alike(codec, count, seed):
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_finite_values_become_the_same_bytes(codec, count, seed):
     coding = core.Coding(*codec)
-    values, kept = finite_values(count, seed), torch.full((count,), 0.0625)
+    values, kept = finite_values(count, seed_of(seed)), torch.full((count,), 0.0625)
     for residual, gpu_residual in ((None, None), (kept, kept.cuda())):
         wire = torch.zeros(coding.wire_nbytes(count), dtype=torch.uint8)
         gpu_wire = wire.cuda()
@@ -117,10 +125,11 @@ def averages(coding, wires, count, keeps):
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("nwires", [1, 2, 8])
 @pytest.mark.parametrize("draw", [hard_values, finite_values])
-def test_adds_up_alike(codec, nwires, draw):
+@pytest.mark.parametrize("seed", [0, "fresh"])
+def test_adds_up_alike(codec, nwires, draw, seed):
     coding, count = core.Coding(*codec), 100_003
-    wires = []
-    for seed in range(nwires):
+    wires, first = [], seed_of(seed)
+    for seed in range(first, first + nwires):
         wire = torch.zeros(coding.wire_nbytes(count), dtype=torch.uint8)
         coding.encode(draw(count, seed), wire)
         wires.append(wire)
