@@ -1,21 +1,58 @@
-"""Without a GPU nothing is measured, and nothing is written."""
-
-from __future__ import annotations
+"""What benchmarks/gpu.py makes of a trace and of figures, and of a machine without a GPU."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.gpu import table_of_exchanges, table_of_kernels, waits_in
+
+
+def test_calls_that_wait_are_counted_between_the_steps_only():
+    events = [
+        ("cudaDeviceSynchronize", 1, 2),
+        ("steps", 5, 50),
+        ("aten::add", 6, 7),
+        ("cudaLaunchKernel", 6, 7),
+        ("cudaMemcpyAsync", 7, 8),
+        ("cudaStreamSynchronize", 9, 12),
+        ("cudaMalloc", 20, 21),
+        ("cudaMalloc", 30, 31),
+        ("cuStreamSynchronize", 40, 41),
+        ("cudaDeviceSynchronize", 60, 61),
+    ]
+    expected = {"cudaStreamSynchronize": 1, "cudaMalloc": 2, "cuStreamSynchronize": 1}
+    assert waits_in(events) == expected
+
+
+def spaced(table: str) -> list[str]:
+    return [" ".join(line.split()) for line in table.splitlines()]
+
+
+def test_tables():
+    kernels = {
+        "copy": {"seconds": 50e-6, "bytes": 200_000_000},
+        "minmax_u8 encode": {"seconds": 40e-6, "bytes": 125_000_000},
+    }
+    assert spaced(table_of_kernels(kernels))[1:3] == [
+        "copy 50.0 us 4.00 TB/s 50.0 us 1.00 x",
+        "minmax_u8 encode 40.0 us 3.12 TB/s 31.2 us 1.28 x",
+    ]
+    exchanges = {"bucket 64 KB, engine": {"median_s": 14e-6}, "waits of a step": {}}
+    assert spaced(table_of_exchanges(2, exchanges)) == [
+        "2 ranks",
+        "bucket 64 KB, engine 0.014 ms",
+        "the host waits in a step: never",
+    ]
 
 
 def test_nothing_is_measured_without_a_gpu():
-    results = ROOT / "benchmarks" / "results"
+    root = Path(__file__).resolve().parents[2]
+    results = root / "benchmarks" / "results"
     before = sorted(results.rglob("*"))
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu"],
-        cwd=ROOT,
+        cwd=root,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
