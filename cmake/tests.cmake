@@ -23,9 +23,6 @@ target_link_libraries(bagua_tests PRIVATE bagua_core GTest::gtest_main)
 target_include_directories(bagua_tests PRIVATE ${CMAKE_SOURCE_DIR}/tests/csrc)
 # What is tested is optimized as in an installation; the tests themselves are to compile soon.
 target_compile_options(bagua_tests PRIVATE -O1)
-if(BAGUA_SANITIZE MATCHES undefined)
-  target_compile_options(bagua_tests PRIVATE -fno-sanitize=undefined)
-endif()
 target_precompile_headers(bagua_tests PRIVATE <gtest/gtest.h>)
 
 include(GoogleTest)
