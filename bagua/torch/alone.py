@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from bagua.common.warn import warn
@@ -13,7 +14,10 @@ _STEPS = 20  # on end without any exchange, before anybody is told
 
 
 class _Watch:
-    """Is called after the steps of all optimizers, until it is settled whether ranks talk."""
+    """Is called after the steps of all optimizers, until it is settled whether ranks talk.
+
+    Where torch's own communication has begun, they may talk by that, which nobody sees.
+    """
 
     def __init__(self) -> None:
         self._steps = 0
@@ -25,7 +29,8 @@ class _Watch:
             return
         here = world()
         exchanges = here.engine.counters()["exchanges"]
-        if here.size == 1 or (self._steps > 0 and exchanges != self._exchanges):
+        others = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if here.size == 1 or others or (self._steps > 0 and exchanges != self._exchanges):
             return self.end()
         self._steps, self._exchanges = self._steps + 1, exchanges
         if self._steps < _STEPS:
@@ -44,22 +49,18 @@ class _Watch:
 
 
 _watch: _Watch | None = None  # not before init(), for an import should change nothing of torch's
-_settled = False
 
 
 def begin() -> None:
     global _watch
-    if _watch is None and not _settled:
+    if _watch is None:
         _watch = _Watch()
 
 
 def somebody_wrapped() -> None:
     """When ranks exchange is their algorithm's business from now on."""
-    global _watch, _settled
-    _settled = True
     if _watch is not None:
         _watch.end()
-        _watch = None
 
 
 at_init(begin)
