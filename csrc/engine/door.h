@@ -51,7 +51,7 @@ class Door {
   bool wait_stopped(double timeout_s);
   // This process is a forked child, which has neither the sockets nor the thread: who submits or
   // waits is refused.
-  void refuse_child() { in_child_ = true; }
+  void become_child() { in_child_ = true; }
 
   // ---- the coordination thread ----
   enum class Turn {

@@ -67,7 +67,7 @@ class Engine {
   FailurePtr failure() const { return door_.failure(); }  // what ended the engine, or null
   // This process is a forked child, which has neither the sockets nor the thread: who submits or
   // waits here is refused.
-  void abandon() { door_.refuse_child(); }
+  void abandon() { door_.become_child(); }
 
   // Any thread.
   Runner::Counters counters() const { return runner_.counters(); }

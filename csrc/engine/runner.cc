@@ -237,8 +237,7 @@ void Runner::furnish(Request& request) {
 NcclExchange* Runner::nccl_for(int32_t set, const std::vector<RequestPtr>& requests, Group& group,
                                const Workbench& bench) {
   if (!at_.config.nccl || !requests[0]->description.on_device) return nullptr;
-  Device* device =
-      requests[0]->device;  // none, if this rank has joined without ever having had one
+  Device* device = requests[0]->device;  // none if this rank has joined and never had one
   if (!nccl_ || (device && !nccl_->device())) {
     std::string why_not;
     const NcclLibrary* library = device ? device->nccl(at_.config.nccl_path, why_not) : nullptr;

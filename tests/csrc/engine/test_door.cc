@@ -167,7 +167,7 @@ TEST_F(DoorTest, TheFirstFailureStays) {
 
 TEST_F(DoorTest, AChildIsRefused) {
   const RequestPtr request = barrier("x");
-  door.refuse_child();
+  door.become_child();
   EXPECT_CONTAINS(error_of<UsageError>([&] { barrier("y"); }), "forked");
   EXPECT_CONTAINS(error_of<UsageError>([&] { wait(request); }), "forked");
   EXPECT_CONTAINS(error_of<UsageError>([&] { door.wait_values(*request->handle, 0); }), "forked");
