@@ -105,12 +105,14 @@ void Watch::look_for_stalls(double now) {
     const auto stalls = ledger.stalls(now, at_.config.stall_fail_s);
     if (!stalls.empty()) {
       const Instead instead(ledger.stalls(now, 0));
-      for (const auto& stall : stalls)
+      for (const auto& stall : stalls) {
+        const std::string other = instead.of(stall);
+        const char* advice = other.empty() ? "; did it skip this call, or take another branch?"
+                                           : "; all ranks must make the same calls";
         agreement_.reject(stall, stall.label + ": " + ranks_text(stall.missing) +
                                      " not ready after " + seconds(at_.config.stall_fail_s) +
-                                     instead.of(stall) +
-                                     "; did it skip this call, or take another branch? "
-                                     "(stall_fail_s)");
+                                     other + advice + " (stall_fail_s)");
+      }
     }
     agreement_.decide(runner_.idle());
   }

@@ -253,7 +253,8 @@ expect_error(lambda: bagua.allreduce(one(), name="odd" if me == 1 else "even"))
         env={"BAGUA_STALL_FAIL_S": "4", "BAGUA_STALL_WARN_S": "1"},
     )
     even, odd = "rank 1{}, which has called odd instead", "of which rank 0 has called even instead"
-    assert "even: " + even.format(" not ready after 4 s") in result.stdout[0], result
+    told = f"even: {even.format(' not ready after 4 s')}; all ranks must make the same calls"
+    assert told in result.stdout[0], result
     assert re.search(r"\n  even: waiting \d+ s for " + even.format(""), result.stderr[0]), result
     assert re.search(rf"\n  odd: waiting \d+ s for ranks 0, 2, {odd}", result.stderr[0]), result
     assert result.exit_code == 0, result
