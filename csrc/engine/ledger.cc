@@ -10,6 +10,10 @@ bool allows_joined(OpKind kind) {
          kind == OpKind::kReducescatter || kind == OpKind::kBroadcast;
 }
 
+bool Ledger::Set::surely_waits(size_t arrived) const {
+  return ranks.size() - arrived > joined_count && !anyone_left && withdrawn.empty();
+}
+
 int Ledger::Set::member_of(int rank) const {
   const auto it = std::lower_bound(ranks.begin(), ranks.end(), rank);
   return it != ranks.end() && *it == rank ? static_cast<int>(it - ranks.begin()) : -1;
@@ -50,16 +54,18 @@ bool Ledger::Set::bit(int member, int32_t id) const {
 }
 
 void Ledger::Set::set_bit(int member, int32_t id) {
+  if (bit(member, id)) return;
   auto& words = bits[static_cast<size_t>(member)];
   const auto word = static_cast<size_t>(id / 64);
   if (word >= words.size()) words.resize(word + 1);
   words[word] |= uint64_t{1} << (id % 64);
+  ++entries[static_cast<size_t>(id)].ready;
 }
 
 void Ledger::Set::clear_bit(int member, int32_t id) {
-  auto& words = bits[static_cast<size_t>(member)];
-  const auto word = static_cast<size_t>(id / 64);
-  if (word < words.size()) words[word] &= ~(uint64_t{1} << (id % 64));
+  if (!bit(member, id)) return;
+  bits[static_cast<size_t>(member)][static_cast<size_t>(id / 64)] &= ~(uint64_t{1} << (id % 64));
+  --entries[static_cast<size_t>(id)].ready;
 }
 
 Ledger::Ledger(int world_size) : heard_s_(static_cast<size_t>(world_size)) {

@@ -56,7 +56,8 @@ class Ledger {
   struct Entry {
     std::string name;
     Description description;
-    double open_since_s = 0;  // 0: no member's bit is set
+    size_t ready = 0;         // members whose bit is set
+    double open_since_s = 0;  // 0: none
   };
   // A request on its way to an entry, or one that somebody changed.
   struct Arrival {
@@ -67,7 +68,7 @@ class Ledger {
     std::vector<std::optional<Arrival>> arrivals;  // by member
     std::vector<std::string> descriptions;         // distinct ones, encoded
     double since_s = 0;                            // 0: nobody waits, who came was refused
-    int count = 0;
+    size_t count = 0;
     // A member that already arrived and reports again (its first try was refused) waits here.
     std::deque<std::pair<int, Report::Full>> later;
     // What users know it by.
@@ -82,11 +83,15 @@ class Ledger {
     std::vector<std::vector<uint64_t>> bits;            // by member, one bit per named entry
     std::map<Key, Pending> pending;
     std::vector<bool> joined, left;  // by member
-    int joined_count = 0;
+    size_t joined_count = 0;
+    bool anyone_left = false;
     double joined_since_s = 0;                                   // of the first
     int last_joined = -1;                                        // rank
     std::vector<std::pair<std::string, std::string>> withdrawn;  // beginnings of names, and why
 
+    // Whether nothing can be settled yet, as far as numbers tell. Of a thousand members' reports
+    // only the last should look at all of them.
+    bool surely_waits(size_t arrived) const;
     int member_of(int rank) const;
     std::string why_withdrawn(const std::string& name) const;  // empty: it is not
     std::vector<int> with_bit(int32_t id) const;               // ranks

@@ -22,6 +22,7 @@ std::string Ledger::Pending::label(const Key& key) const {
 void Ledger::settle_bits(int32_t set, int32_t id) {
   Set& s = sets_[set];
   Entry& entry = s.entries[static_cast<size_t>(id)];
+  if (s.surely_waits(entry.ready)) return;
   std::vector<int> gone;
   bool waiting = false;
   for (int m = 0; m < static_cast<int>(s.ranks.size()); ++m) {
@@ -54,6 +55,7 @@ void Ledger::settle_bits(int32_t set, int32_t id) {
 void Ledger::settle_pending(int32_t set, std::map<Key, Pending>::iterator it) {
   Set& s = sets_[set];
   Pending& pending = it->second;
+  if (s.surely_waits(pending.count)) return;
   std::vector<int> gone;
   bool waiting = false;
   for (size_t m = 0; m < s.ranks.size(); ++m) {
@@ -190,8 +192,10 @@ void Ledger::apply(int32_t set, const Description& description) {
     s.joined.resize(s.ranks.size());
     s.left.resize(s.ranks.size());
     const Set& world = sets_[0];
-    for (size_t m = 0; m < s.ranks.size(); ++m)
+    for (size_t m = 0; m < s.ranks.size(); ++m) {
       s.left[m] = world.left[static_cast<size_t>(s.ranks[m])];
+      s.anyone_left = s.anyone_left || s.left[m];
+    }
   } else if (description.kind == OpKind::kRemoveProcessSet) {
     Set& s = sets_[description.root];
     const int32_t id = description.root;
@@ -262,7 +266,7 @@ void Ledger::leave(int rank) {
   for (auto& [id, s] : sets_) {
     const int member = s.member_of(rank);
     if (member < 0) continue;
-    s.left[static_cast<size_t>(member)] = true;
+    s.left[static_cast<size_t>(member)] = s.anyone_left = true;
     if (s.removed) continue;
     settle_all(id);
     settle_join(id);
