@@ -23,7 +23,11 @@ class Everyone:
 
     @property
     def shows_memory(self) -> bool:
-        """Whether ranks of a machine must see what they exchange with other machines."""
+        """Whether ranks of a machine must see what they exchange with other machines.
+
+        They add it up by themselves then, which rounds 16-bit floats once more, and nobody else
+        sees whose it was.
+        """
         one_each = self.hvd.local_size() == 1 and self.hvd.is_homogeneous()
         return not one_each and self.hvd.local_size() < self.size
 
