@@ -32,6 +32,8 @@ from benchmarks.ranks import on_ranks
 RESULTS = Path(__file__).parent / "results"
 COUNT = 25 << 20  # float32: 100 MB
 WIRES = 8  # that are added up
+FIRST_NCCL_THAT_SHARES = (2, 30)  # a GPU among several ranks, if it is told to
+SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
 CODECS = ("raw", "fp16", "bf16", "minmax_u8", "minmax_u4", "fp8_e4m3", "sign1", "topk")
 
 
@@ -203,8 +205,13 @@ def waits_in(events: list[tuple[str, float, float]]) -> dict[str, int]:
 
 
 def find_nccl(size: int) -> bool:
-    """Whether torch's NCCL can be used beside: ranks that share a GPU it refuses."""
-    if size > torch.cuda.device_count() or not torch.distributed.is_nccl_available():
+    """Whether torch's NCCL can be used beside: ranks that share a GPU an older one refuses."""
+    from bagua.common.config import nccl_shares_gpu
+
+    if not torch.distributed.is_nccl_available():
+        return False
+    shares = nccl_shares_gpu() and torch.cuda.nccl.version() >= FIRST_NCCL_THAT_SHARES
+    if size > torch.cuda.device_count() and not shares:
         return False
     from mpi4py import MPI
 
@@ -242,6 +249,9 @@ def main() -> int:
     print(*tables, sep="\n\n")
     path = RESULTS / f"{name.replace(' ', '-').lower()}.json"
     RESULTS.mkdir(exist_ok=True)
+    if torch.cuda.device_count() < 2:
+        for variable, value in SHARING.items():
+            os.environ.setdefault(variable, value)
     for ranks in (1, 2):
         output = path.with_suffix(f".{ranks}")
         if on_ranks(ranks, "benchmarks.gpu", "--as-rank", str(output)) != 0:
