@@ -19,7 +19,7 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
-CXX_FILES = $(shell find csrc tests/csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' 2>/dev/null)
+CXX_FILES = $(shell find csrc tests/csrc benchmarks -name '*.cc' -o -name '*.h' -o -name '*.cu' 2>/dev/null)
 BUILD_FILES = setup.py CMakeLists.txt $(wildcard cmake/*) bagua/version.py
 
 # MPI's compiler wrapper prints its folders unquoted.
@@ -27,7 +27,7 @@ ifneq ($(words $(CURDIR)),1)
 $(error the path of this clone, $(CURDIR), has a space, which MPI's compiler wrapper cannot cope with; move it)
 endif
 
-.PHONY: help dev demo test test-csrc test-python test-slow test-arm test-gpu sanitize-gpu test-mpi test-hosts test-pretended test-parallel lint format sanitize bench clean googletest
+.PHONY: help dev demo test test-csrc test-python test-slow test-arm test-gpu sanitize-gpu test-mpi test-hosts test-pretended test-parallel lint format sanitize bench bench-agreement clean googletest
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -66,7 +66,7 @@ test-arm: $(STAMP)/tools googletest ## C++ tests of kernels, codecs and collecti
 # All but what rests on gradients being exchanged where they are, which those on a device are not, and on
 # memory being given back before it is used again, which a device's is not.
 test-pretended: dev ## tests of the frontend whose tensors are taken for those of a device
-	@PRETEND_GPU=1 $(BIN)/python -m pytest tests/torch -k 'np2 and not late_contribution_elsewhere and not nobody_waits_for'
+	@PRETEND_GPU=1 $(BIN)/python -m pytest tests/torch tests/gpu/test_every_operation.py -k 'np2 and not late_contribution_elsewhere and not nobody_waits_for'
 
 # All but what rests on ranks sharing a machine: those that share no memory count as a machine each.
 test-mpi: dev ## tests of the frontend whose ranks exchange everything by messages
@@ -134,6 +134,10 @@ bench: dev ## measure against the peers that are importable, and draw time again
 	@$(PIP) -e '.[bench]' --no-build-isolation
 	$(BIN)/python -m benchmarks
 
+bench-agreement: $(STAMP)/tools googletest ## measure how long rank 0 takes to agree with up to a thousand ranks
+	@$(call build,build/csrc,,bench_agreement)
+	build/csrc/bench_agreement
+
 clean: ## remove what was built, but not the environment
 	rm -rf build dist *.egg-info bagua/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find bagua tests -name __pycache__ -prune -exec rm -rf {} +
@@ -142,12 +146,12 @@ clean: ## remove what was built, but not the environment
 ARM := -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
   -DCMAKE_CROSSCOMPILING_EMULATOR='qemu-aarch64;-L;/usr/aarch64-linux-gnu'
 
-# Configures and builds the C++ tests: (directory, more for cmake).
+# Configures and builds the C++ tests: (directory, more for cmake, another target).
 comma := ,
 define build
 export PATH="$(abspath $(BIN)):$$PATH"
 cmake -S . -B $(1) -GNinja -DBAGUA_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo $(2) >/dev/null
-cmake --build $(1)
+cmake --build $(1) $(if $(3),--target $(3))
 endef
 
 # Runs them: (directory, more for ctest, prefix).

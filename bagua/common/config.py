@@ -141,6 +141,13 @@ class Config:
     allow_shared_gpu: bool = _setting(
         False, "let several ranks train on one GPU, which makes none of them faster", agree=True
     )
+    carriers: str = _setting(
+        "auto",
+        "whether on machines without rank 0 one rank carries what the others report; auto: where "
+        "more than 32 are carried",
+        agree=True,
+        choices=("auto", "always", "never"),
+    )
     network_interfaces: str = _setting(
         "", "interfaces of the control connections, separated by commas (empty = any)"
     )

@@ -149,7 +149,7 @@ class World:
         return handle
 
     def stop(self) -> None:
-        """Stops the engine; on rank 0 returns when every rank has."""
+        """Stops the engine; on rank 0 returns when every rank has, on carriers when theirs have."""
         self.leave_memory()
         for process_set in self.process_sets.values():
             process_set._bind(None, self.rank)

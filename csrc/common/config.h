@@ -21,6 +21,7 @@ struct Config {
   int helpers = 0;                   // threads that reduce along while a caller waits
   bool shared_memory = true;         // where the system lets the ranks of a machine
   bool needs_shared_memory = false;  // and fail where it does not
+  std::string carriers = "auto";     // always, never: whether one rank of a machine carries
   std::string network_interfaces;
   std::string log_level = "warning";
 };

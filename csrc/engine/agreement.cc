@@ -89,7 +89,7 @@ void Agreement::send_reports() {
     } else {
       Writer w;
       set.report.encode(w);
-      at_.channel->send(0, w.bytes());
+      at_.channel->post({0}, w.bytes());
       ++message_count_;
     }
     set.report.clear();
@@ -113,14 +113,16 @@ void Agreement::send(std::vector<Decision> decisions) {
     Writer w;
     decision.encode(w);
     bool mine = false;
+    std::vector<int> others;
     for (const int rank : ledger_->ranks_of(decision.set)) {
       if (rank == at_.rank) {
         mine = true;
       } else if (!has_left(rank)) {
-        at_.channel->send(rank, w.bytes());
-        ++message_count_;
+        others.push_back(rank);
       }
     }
+    at_.channel->post(others, w.bytes());
+    message_count_ += static_cast<int64_t>(others.size());
     if (mine) decisions_.push_back(std::move(decision));
   }
 }

@@ -15,6 +15,7 @@ namespace {
 // How often a waiting engine looks at the clock: stalls and silent ranks.
 constexpr int kTickUs = 1000000;
 constexpr int kEndUs = 1000;       // between looks at what devices still have to do
+constexpr double kEndS = 2;        // for the last posts to reach everyone
 constexpr double kVerdictS = 1;    // after a transport's error: time for rank 0 to say who died
 constexpr int kVerdictUs = 50000;  // between looks for it
 
@@ -90,6 +91,7 @@ void Engine::coordinate() {
     doze_us = watchful ? (stopping && !left && nccl ? kEndUs : kTickUs) : -1;
     // The wake-up of what came after the last look was perhaps read by that look.
     const bool background = agreement_.has_background() && !failure();
+    if (through) at_.channel->close();
     if (door_.hand_back(turn, through) || background) doze_us = 0;
     if (through) return;
   }
@@ -172,6 +174,8 @@ void Engine::handle(const Message& message) {
       return agreement_.hear(message.from, type, r);
     case MessageType::kBye:
       return watch_.see_off(message.from);
+    case MessageType::kLeaving:
+      return watch_.expect_to_leave(message.from);
     case MessageType::kFault:
       throw Verdict(std::string(r.get_string()));
     default:
@@ -224,13 +228,18 @@ bool Engine::try_stop() {
     while (turn(0)) {
     }
   }
-  // Rank 0 coordinates until everyone has left; the others stay until it has answered.
+  // Rank 0 coordinates until everyone has left; the others stay until it has answered, and all
+  // whose posts they carry are gone.
   const bool heard = agreement_.has_left(0) || failure();
   if (heard && agreement_.anything_open())
     fail_everything(make_failure(ErrorKind::kUsage,
                                  "bagua was shut down on this rank while the request was in "
                                  "flight"));
-  return agreement_.ledger() ? agreement_.all_have_left() : heard;
+  if (!agreement_.ledger()) return heard && !at_.channel->carries();
+  if (!agreement_.all_have_left()) return false;
+  // Its own end would overtake what it has posted last.
+  if (all_left_s_ == 0) all_left_s_ = now_s();
+  return at_.channel->all_ended() || now_s() - all_left_s_ > kEndS;
 }
 
 }  // namespace bagua

@@ -97,6 +97,7 @@ class Engine {
   // Of who drives.
   Patience patience_;  // of a caller, until something is agreed
   double heard_s_ = 0;
+  double all_left_s_ = 0;  // rank 0
   std::vector<Message> inbox_;
 
   std::thread thread_;  // last: starts when everything else is there

@@ -15,6 +15,7 @@ constexpr int kPausesPerLook = 16;  // between looks at the clock while spinning
 constexpr double kYieldUs = 200;    // after spinning, let others run but stay ready
 constexpr int kNapUs = 50;
 constexpr int kLongestNapUs = 300;  // of naps that grow
+constexpr int kSleepOfCarrierUs = 200;
 constexpr int kSleepUs = 2000;  // where a peer wakes us; in between we look for control messages
 
 }  // namespace
@@ -46,7 +47,7 @@ void EngineWaiter::pause(Node* node) {
   }
   pauses_ = kPausesPerLook - 1;  // from here on every pause is a nap
   if (node) {
-    node->sleep(kSleepUs);
+    node->sleep(engine_.at_.channel->carries() ? kSleepOfCarrierUs : kSleepUs);
     // The word may be of a rank that waits for a message of ours, by way of other nodes.
     engine_.at_.transport->progress();
   }

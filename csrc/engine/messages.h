@@ -15,8 +15,9 @@ enum class MessageType : uint8_t {
   kAwait,     // to rank 0: I am waiting; is everyone alive?
   kPing,      // answered with kPong by any rank whose process runs
   kPong,
-  kFault,  // a failure nobody survives: poison the engine with this text
-  kBye,    // I shut down on purpose; rank 0 answers with it after its last decision
+  kFault,    // a failure nobody survives: poison the engine with this text
+  kBye,      // I shut down on purpose; rank 0 answers with it after its last decision
+  kLeaving,  // to rank 0, straight: my kBye is on its way, perhaps by another rank
 };
 
 // Identifies a request across ranks: a name, or the position among the unnamed ones. A join has

@@ -48,7 +48,8 @@ Watch::Watch(const Station& station, Door& door, Agreement& agreement, Runner& r
       door_(door),
       agreement_(agreement),
       runner_(runner),
-      liveness_(*at_.channel, at_.rank, at_.size, at_.config.peer_timeout_s) {}
+      liveness_(*at_.channel, at_.rank, at_.size, at_.config.peer_timeout_s),
+      expected_to_leave_(static_cast<size_t>(at_.size)) {}
 
 bool Watch::hear(const Message& message, MessageType type) {
   if (!liveness_.handle(message, type, now_s())) return false;
@@ -71,32 +72,74 @@ void Watch::tick() {
     lose(silent, "has not answered for " + seconds(at_.config.peer_timeout_s) +
                      ": stopped, or its machine is overloaded or unreachable (peer_timeout_s)");
   if (agreement_.ledger()) look_for_stalls(now);
-  if (agreement_.ledger() && leaving()) look_for_stragglers(now);
+  if (leaving()) agreement_.ledger() ? look_for_stragglers(now) : look_for_carried(now);
   if (runner_.on_device()) look_at_device(now);
   const bool idle = !runner_.in_exchange() && !agreement_.anything_open() && !runner_.on_device();
   if (idle && !leaving()) runner_.tidy();
 }
 
 void Watch::lose(int rank, const std::string& how) {
-  if (agreement_.has_left(rank)) return;
-  const bool was_leaving = leaving();
+  const bool had_left = agreement_.has_left(rank), was_leaving = leaving();
+  if (!had_left && expected_to_leave_[static_cast<size_t>(rank)]) return see_off(rank);
+  const bool carried = carries(rank);
+  if (had_left && !carried) return answer_carried(rank);
   liveness_.forget(rank);
   agreement_.leave(rank);
-  if (!was_leaving) throw Verdict(at_.name_of(rank) + " " + how);
+  if (carried && had_left)
+    throw Verdict(at_.name_of(rank) + " is gone, by which messages of its machine's ranks went");
+  if (carried || !was_leaving) throw Verdict(at_.name_of(rank) + " " + how);
+  answer_carried(rank);
 }
+
+void Watch::expect_to_leave(int rank) { expected_to_leave_[static_cast<size_t>(rank)] = true; }
 
 // What was decided with the leaver must reach it ahead of the answer.
 void Watch::see_off(int rank) {
   agreement_.decide_everything();
-  if (agreement_.ledger()) at_.channel->send(rank, text_message(MessageType::kBye));
-  liveness_.forget(rank);
+  if (agreement_.ledger()) at_.channel->post({rank}, text_message(MessageType::kBye));
   agreement_.leave(rank);
+  // A carrier goes on answering until those that it carries have left.
+  for (const int one : {rank, at_.channel->carrier_of(rank)})
+    if (agreement_.has_left(one) && !carries(one)) liveness_.forget(one);
 }
 
 void Watch::leave() {
   left_s_ = now_s();
-  if (at_.rank != 0) at_.channel->send(0, text_message(MessageType::kBye));
+  if (at_.rank != 0) {
+    at_.channel->send(0, text_message(MessageType::kLeaving));
+    at_.channel->post({0}, text_message(MessageType::kBye));
+  }
   agreement_.leave(at_.rank);
+}
+
+// Whether the posts of anyone who has not left go by this rank. Rank 0 knows.
+bool Watch::carries(int rank) const {
+  if (!agreement_.ledger()) return false;
+  for (int other = 0; other < at_.size; ++other)
+    if (other != rank && at_.channel->carrier_of(other) == rank && !agreement_.has_left(other))
+      return true;
+  return false;
+}
+
+// A rank is gone, perhaps with rank 0's answer to others who have left.
+void Watch::answer_carried(int rank) {
+  if (!agreement_.ledger()) return;
+  for (int other = 0; other < at_.size; ++other)
+    if (other != rank && at_.channel->carrier_of(other) == rank)
+      at_.channel->send(other, text_message(MessageType::kBye));
+}
+
+// It stays for others, which its user may not expect.
+void Watch::look_for_carried(double now) {
+  const double quiet_s = now - std::max(warned_s_, left_s_);
+  if (!at_.channel->carries() || at_.config.stall_warn_s <= 0 || quiet_s < at_.config.stall_warn_s)
+    return;
+  warned_s_ = now;
+  at_.log.write(LogLevel::kWarning,
+                "rank " + std::to_string(at_.rank) + " has shut down, and for " +
+                    seconds(now - left_s_) +
+                    " has waited for other ranks of its machine to do so, whose messages go by it "
+                    "(carriers)");
 }
 
 void Watch::look_for_stalls(double now) {

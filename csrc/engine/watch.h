@@ -3,6 +3,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "common/errors.h"
 #include "engine/agreement.h"
@@ -26,8 +27,11 @@ class Watch {
   bool hear(const Message& message, MessageType type);
   // Often, while anything waits; looks at the clock first.
   void tick();
-  // A rank is gone without a goodbye. That ends the engine, unless this rank is leaving anyway.
+  // A rank's connection has ended, or it is silent. That ends the engine, unless it had said
+  // goodbye or this rank is leaving anyway, and nobody is left whose posts went by it.
   void lose(int rank, const std::string& how);
+  // A rank is about to say goodbye, or to be lost before that has come.
+  void expect_to_leave(int rank);
   // A rank has said goodbye.
   void see_off(int rank);
   // This rank says it.
@@ -42,6 +46,9 @@ class Watch {
   bool leaving() const { return agreement_.has_left(at_.rank); }
   void look_for_stalls(double now);
   void look_for_stragglers(double now);
+  void look_for_carried(double now);
+  bool carries(int rank) const;
+  void answer_carried(int rank);
   void look_at_device(double now);
 
   const Station& at_;
@@ -49,6 +56,7 @@ class Watch {
   Agreement& agreement_;
   Runner& runner_;
   Liveness liveness_;
+  std::vector<bool> expected_to_leave_;  // by rank
   double ticked_s_ = 0;
   double warned_s_ = 0, device_warned_s_ = 0;
   double asked_s_ = 0;  // when the caller that drives was last asked whether it was interrupted

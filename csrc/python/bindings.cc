@@ -51,6 +51,7 @@ Config config_from(const py::dict& d) {
   c.nccl_path = d["nccl_path"].cast<std::string>();
   c.nccl_shares_gpu = d["nccl_shares_gpu"].cast<bool>();
   c.inline_drive = d["inline_drive"].cast<bool>();
+  c.carriers = d["carriers"].cast<std::string>();
   c.network_interfaces = d["network_interfaces"].cast<std::string>();
   c.log_level = d["log_level"].cast<std::string>();
   return c;
@@ -62,14 +63,14 @@ std::shared_ptr<Engine> start_engine(uintptr_t communicator, SocketListener* lis
   const Config config = config_from(settings);
   choose_device_anew();
   py::gil_scoped_release release;
-  auto channel = listener ? listener->accept(config.start_timeout_s)
+  auto channel = listener ? accept_channel(*listener, config.start_timeout_s)
                           : connect_channel(address, rank, config.start_timeout_s);
   std::string why_not;
   auto transport = connect_mpi(reinterpret_cast<void*>(communicator), config.shared_memory,
                                config.start_timeout_s, why_not);
   if (!why_not.empty() && config.needs_shared_memory)
     throw UsageError("transport='shm' cannot be used: " + why_not);
-  share_rings(*channel, *transport, config.start_timeout_s);
+  share_rings(*channel, *transport, config);
   const Log log(rank, config.log_level);
   if (!why_not.empty())
     log.write(LogLevel::kWarning, "no shared memory between ranks of one machine: " + why_not);

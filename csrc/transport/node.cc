@@ -1,6 +1,8 @@
 #include "transport/node.h"
 
+#include <errno.h>
 #include <linux/futex.h>
+#include <signal.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -127,6 +129,10 @@ void Node::abandon() {
 int Node::index_of(int rank) const {
   const auto it = std::lower_bound(ranks_.begin(), ranks_.end(), rank);
   return it != ranks_.end() && *it == rank ? static_cast<int>(it - ranks_.begin()) : -1;
+}
+
+bool Node::alive(int peer) const {
+  return ::kill(peers_[static_cast<size_t>(peer)].pid, 0) == 0 || errno != ESRCH;
 }
 
 void Node::tell(int peer, const Note& note) {

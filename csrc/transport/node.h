@@ -43,6 +43,7 @@ class Node {
   int size() const { return static_cast<int>(ranks_.size()); }
   int first_rank() const { return ranks_.front(); }
   int index_of(int rank) const;  // on this node; -1 if it is elsewhere
+  bool alive(int peer) const;    // its process
   int rank_of(int peer) const { return ranks_[static_cast<size_t>(peer)]; }
   const std::shared_ptr<Arenas>& arenas() const { return arenas_; }
 

@@ -129,6 +129,7 @@ def test_what_must_agree():
         "nccl": True,
         "nccl_register": False,
         "allow_shared_gpu": False,
+        "carriers": "auto",
         "algorithm": "gradient_allreduce",
         "check_replicas_every": 0.0,
         "check_finite": "watch",

@@ -33,7 +33,8 @@ void with_channels(int n, Near near,
   const auto memory = allocate_lines(2 * Ring::kNbytes * static_cast<size_t>(n));
   std::memset(memory.get(), 0, 2 * Ring::kNbytes * static_cast<size_t>(n));
   run_ranks(n, [&](int rank) {
-    auto channel = rank == 0 ? listener.accept(30) : connect_channel(listener.address(), rank, 30);
+    auto channel =
+        rank == 0 ? accept_channel(listener, 30) : connect_channel(listener.address(), rank, 30);
     for (int peer = 1; peer < n; ++peer) {
       if (near == Near::kNone || (near == Near::kOdd && peer % 2 == 0)) continue;
       char* down = memory.get() + 2 * Ring::kNbytes * static_cast<size_t>(peer);
@@ -43,6 +44,11 @@ void with_channels(int n, Near near,
     }
     body(rank, std::move(channel));
   });
+}
+
+std::unique_ptr<SocketChannel> accept_alone() {
+  SocketListener listener(1, "");
+  return accept_channel(listener, 1);
 }
 
 // Connects n ranks and runs `body` on each of their ends, in every way they may be connected.
@@ -71,8 +77,7 @@ std::string pattern(size_t nbytes, int seed) {
 }
 
 TEST(SocketChannel, WorldOfOneConnectsToNobody) {
-  SocketListener listener(1, "");
-  const auto channel = listener.accept(1);
+  const auto channel = accept_alone();
   std::vector<Message> inbox;
   channel->receive(0, inbox);
   EXPECT_TRUE(inbox.empty());
@@ -175,7 +180,7 @@ TEST(SocketChannel, LossOfRankZeroIsSeenToo) {
 // of events is looked at: what must wake a sleeper does, and what must not does not.
 class Sleeper : public testing::Test {
  protected:
-  std::unique_ptr<Channel> channel = SocketListener(1, "").accept(1);
+  std::unique_ptr<Channel> channel = accept_alone();
   std::vector<Message> inbox;
   bool sleeps_through(const std::function<void()>& sleep, double limit_s) {
     const double began_s = now_s();
@@ -262,7 +267,7 @@ TEST(SocketListener, StrangersAreRefused) {
       const auto channel = connect_channel(listener.address(), 1, 60);
       return channel->send(0, "it is me");
     }
-    const auto channel = listener.accept(60);
+    const auto channel = accept_channel(listener, 60);
     EXPECT_EQ(messages(*channel, 1)[0].bytes, "it is me");
   });
   strangers.pop_back();
@@ -311,7 +316,7 @@ TEST(SocketListener, NamesTheRanksThatDidNotConnect) {
       return;
     }
     try {
-      listener.accept(1);
+      accept_channel(listener, 1);
       FAIL() << "ranks 1 and 3 never came";
     } catch (const PeerError& error) {
       EXPECT_NE(std::string(error.what()).find("rank 1, 3 did not connect"), std::string::npos)
