@@ -15,7 +15,7 @@ namespace bagua {
 
 struct Message {
   int from;
-  bool lost;          // the connection ended without a goodbye: that process is gone
+  bool lost;          // the connection ended; without a goodbye before, that process is gone
   std::string bytes;  // empty when lost
 };
 

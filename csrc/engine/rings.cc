@@ -57,7 +57,7 @@ class Meeting {
     try {
       char* memory = node_.at(peer, note.place);
       return {memory, {memory + Ring::kNbytes, static_cast<size_t>(note.number)}};
-    } catch (const Error&) {  // it has offered what is no more
+    } catch (const PeerError&) {  // it has offered what is no more
       throw PeerError(text_of(rank));
     }
   }

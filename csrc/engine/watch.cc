@@ -79,16 +79,24 @@ void Watch::tick() {
 }
 
 void Watch::lose(int rank, const std::string& how) {
-  const bool had_left = agreement_.has_left(rank), was_leaving = leaving();
-  if (!had_left && expected_to_leave_[static_cast<size_t>(rank)]) return see_off(rank);
-  const bool carried = carries(rank);
-  if (had_left && !carried) return answer_carried(rank);
+  const bool was_leaving = leaving();
+  if (!agreement_.has_left(rank) && expected_to_leave_[static_cast<size_t>(rank)]) see_off(rank);
+  const bool had_left = agreement_.has_left(rank), carried = carries(rank);
   liveness_.forget(rank);
   agreement_.leave(rank);
-  if (carried && had_left)
-    throw Verdict(at_.name_of(rank) + " is gone, by which messages of its machine's ranks went");
-  if (carried || !was_leaving) throw Verdict(at_.name_of(rank) + " " + how);
-  answer_carried(rank);
+  if (!agreement_.ledger()) {
+    if (!was_leaving && !had_left) throw Verdict(at_.name_of(rank) + " " + how);
+    return;
+  }
+  forget_if_through(at_.channel->carrier_of(rank));
+  // Perhaps it is gone with the answer to those who have left.
+  for (int other = 0; other < at_.size; ++other)
+    if (other != rank && at_.channel->carrier_of(other) == rank && agreement_.has_left(other))
+      at_.channel->send(other, text_message(MessageType::kBye));
+  if (had_left && carried)
+    throw Verdict(at_.name_of(rank) + " " + how +
+                  ", and messages of other ranks of its machine went by it");
+  if (!had_left && (carried || !was_leaving)) throw Verdict(at_.name_of(rank) + " " + how);
 }
 
 void Watch::expect_to_leave(int rank) { expected_to_leave_[static_cast<size_t>(rank)] = true; }
@@ -98,9 +106,13 @@ void Watch::see_off(int rank) {
   agreement_.decide_everything();
   if (agreement_.ledger()) at_.channel->post({rank}, text_message(MessageType::kBye));
   agreement_.leave(rank);
-  // A carrier goes on answering until those that it carries have left.
-  for (const int one : {rank, at_.channel->carrier_of(rank)})
-    if (agreement_.has_left(one) && !carries(one)) liveness_.forget(one);
+  forget_if_through(rank);
+  if (agreement_.ledger()) forget_if_through(at_.channel->carrier_of(rank));
+}
+
+// A carrier that has left goes on answering until those that it carries have left.
+void Watch::forget_if_through(int rank) {
+  if (agreement_.has_left(rank) && !carries(rank)) liveness_.forget(rank);
 }
 
 void Watch::leave() {
@@ -119,14 +131,6 @@ bool Watch::carries(int rank) const {
     if (other != rank && at_.channel->carrier_of(other) == rank && !agreement_.has_left(other))
       return true;
   return false;
-}
-
-// A rank is gone, perhaps with rank 0's answer to others who have left.
-void Watch::answer_carried(int rank) {
-  if (!agreement_.ledger()) return;
-  for (int other = 0; other < at_.size; ++other)
-    if (other != rank && at_.channel->carrier_of(other) == rank)
-      at_.channel->send(other, text_message(MessageType::kBye));
 }
 
 // It stays for others, which its user may not expect.

@@ -48,7 +48,7 @@ class Watch {
   void look_for_stragglers(double now);
   void look_for_carried(double now);
   bool carries(int rank) const;
-  void answer_carried(int rank);
+  void forget_if_through(int rank);
   void look_at_device(double now);
 
   const Station& at_;

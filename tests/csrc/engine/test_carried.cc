@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
 
 #include "engine/loopback_world.h"
 #include "engine/rings.h"
@@ -121,42 +122,86 @@ TEST_P(Carried, ACarrierThatEndsAheadOfThoseItCarriesIsNamed) {
     const int32_t set = add_set(world[rank], others);
     if (rank == carrier) {
       world[rank].stop();
-      EXPECT_FALSE(world[rank].wait_stopped(0.05));  // it carries
+      EXPECT_FALSE(world[rank].wait_stopped(0.5));  // it carries
       return world.die(rank);
     }
     const std::string text = error_of<PeerError>([&] {
       for (;;) EXPECT_EQ(sum_of_ones(world[rank], "x", set), n - 1);
     });
     EXPECT_CONTAINS(text, "rank " + std::to_string(carrier) + " (host h");
-    EXPECT_CONTAINS(text, "is gone, by which messages");
+    EXPECT_CONTAINS(text, "and messages of other ranks of its machine went by it");
   });
 }
 
-// As by an exception: it shuts down and does not wait.
-TEST_P(Carried, OneThatEndsRightAfterItsGoodbyeLeavesOtherSetsAlone) {
-  const int n = static_cast<int>(GetParam().size());
-  for (int early = 1; early < n; ++early) {
-    if (carries(GetParam(), early)) continue;
-    CarriedWorld world(GetParam());
-    std::atomic<int> ended{0};
-    world.run([&](int rank) {
-      std::vector<int64_t> others;
-      for (int other = 0; other < n; ++other)
-        if (other != early) others.push_back(other);
-      const int32_t set = add_set(world[rank], others);
-      if (rank == early) {
-        world[rank].stop();
-        world[rank].wait_stopped(0.01);
-        world.die(rank);
-      } else {
-        for (int step = 0; step < 50; ++step) EXPECT_EQ(sum_of_ones(world[rank], "x", set), n - 1);
-        world[rank].stop();
-        ASSERT_TRUE(world[rank].wait_stopped(kHangS));
-      }
-      ++ended;
-    });
-    EXPECT_EQ(ended, n);
+// Rank 1 carries 2 and 3. Only rank 0 has an engine; the others say what theirs would.
+void with_engine_of_rank_zero(double peer_timeout_s,
+                              const std::function<void(int, SocketChannel&)>& others,
+                              const std::function<void(Engine&)>& zero) {
+  Config config = quiet_config();
+  config.start_timeout_s = kHangS;
+  config.carriers = "always";
+  config.peer_timeout_s = peer_timeout_s;
+  LoopbackHub hub(4, {0, 1, 1, 1});
+  SocketListener listener(4, "");
+  run_ranks(4, [&](int rank) {
+    auto channel = rank == 0 ? accept_channel(listener, kHangS)
+                             : connect_channel(listener.address(), rank, kHangS);
+    auto transport = hub.connect(rank);
+    share_rings(*channel, *transport, config);
+    if (rank != 0) return others(rank, *channel);
+    Engine engine(config, std::move(transport), std::move(channel), {"h0", "h1", "h2", "h3"});
+    zero(engine);
+  });
+}
+
+// Passes on what there is, and answers pings, until `over`.
+void serve(SocketChannel& channel, const std::atomic<bool>& over) {
+  std::vector<Message> inbox;
+  while (!over) {
+    inbox.clear();
+    channel.receive(1000, inbox);
+    for (const Message& message : inbox)
+      if (!message.lost && Reader(message.bytes).get<MessageType>() == MessageType::kPing)
+        channel.send(0, text_message(MessageType::kPong));
   }
+}
+
+TEST(Goodbyes, ARankThatEndsAheadOfItsGoodbyeHasNotFailed) {
+  std::atomic<bool> over{false};
+  with_engine_of_rank_zero(
+      60,
+      [&](int rank, SocketChannel& channel) {
+        if (rank == 2) return channel.send(0, text_message(MessageType::kLeaving));
+        serve(channel, over);
+      },
+      [&](Engine& engine) {
+        const std::string text = error_of<PeerError>([&] { sum_of_ones(engine, "x"); });
+        EXPECT_CONTAINS(text, "without rank 2, already shut down");
+        EXPECT_FALSE(engine.failure());
+        over = true;
+      });
+}
+
+TEST(Goodbyes, ACarrierThatIsSilentAfterItsOwnIsNamed) {
+  std::atomic<bool> over{false};
+  with_engine_of_rank_zero(
+      1,
+      [&](int rank, SocketChannel& channel) {
+        if (rank != 1) return serve(channel, over);
+        channel.send(0, text_message(MessageType::kLeaving));
+        channel.post({0}, text_message(MessageType::kBye));
+        std::vector<Message> inbox;
+        while (inbox.empty()) channel.receive(1000, inbox);  // rank 0's answer
+        while (!over) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      },
+      [&](Engine& engine) {
+        engine.stop();  // who leaves looks whether the others are alive
+        EXPECT_TRUE(engine.wait_stopped(kHangS));
+        ASSERT_TRUE(engine.failure());
+        EXPECT_CONTAINS(engine.failure()->what, "rank 1 (h1) has not answered for 1 s");
+        EXPECT_CONTAINS(engine.failure()->what, "other ranks of its machine went by it");
+        over = true;
+      });
 }
 
 // Each handle has the sum or an error, and every rank comes to its end.
