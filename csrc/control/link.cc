@@ -14,7 +14,7 @@ void Link::share(Ring out, Ring in, std::shared_ptr<void> keepalive) {
 }
 
 void Link::close(double deadline_s) {
-  while (out_.there() && open() && !has_sent_all() && now_s() < deadline_s) flush();
+  while (out_.there() && open() && !outgoing_.empty() && now_s() < deadline_s) flush();
   if (open() && !out_.there())
     socket_.write_all(outgoing_.data() + left_, outgoing_.size() - left_, deadline_s);
   cut();
@@ -36,9 +36,15 @@ void Link::put(int32_t rank, std::string_view bytes) {
 }
 
 bool Link::push() {
-  if (outgoing_.empty() || blocked) return false;
+  if (outgoing_.empty() || watched_) return false;
   flush();
-  return !outgoing_.empty() && !out_.there();
+  return watched_ = !outgoing_.empty() && !out_.there();
+}
+
+bool Link::resume() {
+  flush();
+  watched_ = !outgoing_.empty();
+  return !watched_;
 }
 
 void Link::flush() {

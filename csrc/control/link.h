@@ -37,10 +37,10 @@ class Link {
 
   // Adds a frame to what is to be sent; to a peer that is gone, nothing.
   void put(int32_t rank, std::string_view bytes);
-  // Sends as much as there is room for. Whether the socket has to be watched for more.
+  // Sends as much as there is room for. Whether from now on the socket has to be watched for more.
   bool push();
-  bool has_sent_all() const { return outgoing_.empty(); }
-  bool blocked = false;  // it is watched
+  // There is room in the socket that is watched. Whether it need not be any more.
+  bool resume();
 
   // Takes what has come. False at the end.
   bool read();
@@ -77,6 +77,7 @@ class Link {
   std::string incoming_;  // bytes of a frame not yet whole
   std::string outgoing_;  // bytes that found no room yet, after the first `left_` of them
   size_t left_ = 0;
+  bool watched_ = false;
   std::shared_ptr<void> keepalive_;
 };
 

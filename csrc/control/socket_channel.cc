@@ -139,11 +139,8 @@ class Ends : public SocketChannel {
         continue;
       }
       const int rank = static_cast<int>(name);
-      if (events[i].events & EPOLLOUT) {
-        at(rank).blocked = false;
-        push(rank);
-        if (!at(rank).blocked) watch(EPOLL_CTL_MOD, at(rank).fd(), name, EPOLLIN);
-      }
+      if (events[i].events & EPOLLOUT && at(rank).resume())
+        watch(EPOLL_CTL_MOD, at(rank).fd(), name, EPOLLIN);
       if (events[i].events & ~static_cast<uint32_t>(EPOLLOUT)) read(rank, inbox);
     }
     pass_on();
@@ -246,9 +243,8 @@ class Ends : public SocketChannel {
 
   // As much of what was put as there is room for; the rest when there is.
   void push(int rank) {
-    if (!at(rank).push()) return;
-    at(rank).blocked = true;
-    watch(EPOLL_CTL_MOD, at(rank).fd(), static_cast<uint32_t>(rank), EPOLLIN | EPOLLOUT);
+    if (at(rank).push())
+      watch(EPOLL_CTL_MOD, at(rank).fd(), static_cast<uint32_t>(rank), EPOLLIN | EPOLLOUT);
   }
 
   void read(int rank, std::vector<Message>& inbox) {
