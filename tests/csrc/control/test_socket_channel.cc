@@ -10,7 +10,6 @@
 #include <atomic>
 #include <cstring>
 #include <functional>
-#include <sstream>
 #include <thread>
 
 #include "common/clock.h"
@@ -235,48 +234,6 @@ TEST_F(Sleeper, HushKeepsTheDozerAsleepUntilItIsLifted) {
   EXPECT_TRUE(sleeps_through([&] { channel->doze(50000); }, 0.05));
 }
 
-// ---- connecting --------------------------------------------------------------------------------
-
-struct Address {
-  std::string secret;
-  int port = 0;
-  explicit Address(const std::string& text) { std::istringstream(text) >> secret >> port; }
-};
-
-TEST(SocketListener, StrangersAreRefused) {
-  SocketListener listener(2, "");
-  const Address address(listener.address());
-  std::vector<Socket> strangers;
-  const auto knock = [&](const std::string& hello) {
-    strangers.push_back(connect_to({"127.0.0.1", address.port}, now_s() + 5));
-    ASSERT_TRUE(strangers.back().open());
-    ASSERT_TRUE(strangers.back().write_all(hello.data(), hello.size(), now_s() + 5));
-  };
-  const auto hello_of = [](const std::string& secret, int32_t rank) {
-    return secret + std::string(reinterpret_cast<const char*>(&rank), sizeof rank);
-  };
-  knock("GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: a scanner\r\n\r\n");
-  knock(hello_of(std::string(address.secret.size(), '0'), 1));
-  knock(hello_of(address.secret, 0));
-  knock(hello_of(address.secret, 2));
-  knock(hello_of(address.secret, -1));
-  knock("");
-  strangers.back().close();
-  run_ranks(2, [&](int rank) {
-    if (rank == 1) {
-      const auto channel = connect_channel(listener.address(), 1, 60);
-      return channel->send(0, "it is me");
-    }
-    const auto channel = accept_channel(listener, 60);
-    EXPECT_EQ(messages(*channel, 1)[0].bytes, "it is me");
-  });
-  strangers.pop_back();
-  for (const Socket& stranger : strangers) {
-    char answer;
-    EXPECT_FALSE(stranger.read_all(&answer, 1, now_s() + 5));
-  }
-}
-
 // As a process has that was forked without the handlers that close them.
 TEST(SocketChannel, ALostPeerIsToldOnceThoughItsSocketHasCopies) {
   std::atomic<bool> closed{false};
@@ -301,56 +258,6 @@ TEST(SocketChannel, ALostPeerIsToldOnceThoughItsSocketHasCopies) {
     EXPECT_TRUE(inbox.empty());
     for (const int fd : copies) ::close(fd);
   });
-}
-
-TEST(SocketListener, NamesTheRanksThatDidNotConnect) {
-  SocketListener listener(4, "");
-  run_ranks(2, [&](int thread) {
-    if (thread == 1) {
-      try {
-        connect_channel(listener.address(), 2, 30);
-        ADD_FAILURE() << "it goes on alone";
-      } catch (const PeerError& error) {
-        EXPECT_NE(std::string(error.what()).find("another rank is not"), std::string::npos);
-      }
-      return;
-    }
-    try {
-      accept_channel(listener, 1);
-      FAIL() << "ranks 1 and 3 never came";
-    } catch (const PeerError& error) {
-      EXPECT_NE(std::string(error.what()).find("rank 1, 3 did not connect"), std::string::npos)
-          << error.what();
-      EXPECT_NE(std::string(error.what()).find("start_timeout_s"), std::string::npos)
-          << error.what();
-    }
-  });
-}
-
-TEST(SocketListener, RankThatCannotConnectSaysSo) {
-  std::string address;
-  {
-    SocketListener gone(2, "");
-    address = gone.address();
-  }
-  try {
-    connect_channel(address, 1, 0.5);
-    FAIL() << "nobody listens";
-  } catch (const PeerError& error) {
-    EXPECT_NE(std::string(error.what()).find("rank 1 could not connect to rank 0"),
-              std::string::npos)
-        << error.what();
-  }
-}
-
-TEST(SocketListener, UnknownInterfaceIsTheUsersError) {
-  EXPECT_THROW(SocketListener(2, "no-such-interface"), UsageError);
-  EXPECT_NE(SocketListener(2, "lo").address().find("127.0.0.1"), std::string::npos);
-}
-
-TEST(SocketListener, SecretsAreNeverTheSame) {
-  EXPECT_NE(Address(SocketListener(2, "").address()).secret,
-            Address(SocketListener(2, "").address()).secret);
 }
 
 }  // namespace
