@@ -27,12 +27,11 @@ if(BAGUA_SANITIZE)
   target_compile_options(bagua_tests PRIVATE -O0)
 else()
   target_compile_options(bagua_tests PRIVATE -O1)
+  # What rank 0 does in a large job; not run as a test.
+  add_executable(bench_agreement ${CMAKE_SOURCE_DIR}/benchmarks/agreement.cc)
+  target_link_libraries(bench_agreement PRIVATE bagua_core)
 endif()
 target_precompile_headers(bagua_tests PRIVATE <gtest/gtest.h>)
 
 include(GoogleTest)
 gtest_discover_tests(bagua_tests DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 300)
-
-# What rank 0 does in a large job; built when it is asked for.
-add_executable(bench_agreement EXCLUDE_FROM_ALL ${CMAKE_SOURCE_DIR}/benchmarks/agreement.cc)
-target_link_libraries(bench_agreement PRIVATE bagua_core)
