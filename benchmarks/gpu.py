@@ -32,7 +32,6 @@ from benchmarks.ranks import on_ranks
 RESULTS = Path(__file__).parent / "results"
 COUNT = 25 << 20  # float32: 100 MB
 WIRES = 8  # that are added up
-FIRST_NCCL_THAT_SHARES = (2, 30)  # a GPU among several ranks, if it is told to
 SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
 CODECS = ("raw", "fp16", "bf16", "minmax_u8", "minmax_u4", "fp8_e4m3", "sign1", "topk")
 
@@ -207,10 +206,11 @@ def waits_in(events: list[tuple[str, float, float]]) -> dict[str, int]:
 def find_nccl(size: int) -> bool:
     """Whether torch's NCCL can be used beside: ranks that share a GPU an older one refuses."""
     from bagua.common.config import nccl_shares_gpu
+    from bagua.common.nccl import FIRST_THAT_SHARES
 
     if not torch.distributed.is_nccl_available():
         return False
-    shares = nccl_shares_gpu() and torch.cuda.nccl.version() >= FIRST_NCCL_THAT_SHARES
+    shares = nccl_shares_gpu() and torch.cuda.nccl.version() >= FIRST_THAT_SHARES
     if size > torch.cuda.device_count() and not shares:
         return False
     from mpi4py import MPI

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+# A GPU among several ranks, if it is told to; csrc/engine/nccl_exchange.cc has it, too.
+FIRST_THAT_SHARES = (2, 30)
+
 
 def library_path() -> str:
     """The library of nvidia-nccl-cu12 or -cu13, which need not be on any search path."""

@@ -10,9 +10,7 @@ import torch
 
 from bagua.common.config import nccl_shares_gpu
 from bagua.common.core import core
-from bagua.common.nccl import library_path
-
-FIRST_THAT_SHARES = (2, 30)  # as csrc/engine/nccl_exchange.cc has it
+from bagua.common.nccl import FIRST_THAT_SHARES, library_path
 
 
 def found() -> tuple[int, ...]:
