@@ -34,7 +34,7 @@ class CarriedWorld {
   int size() const { return static_cast<int>(engines_.size()); }
   Engine& operator[](int rank) { return *engines_[static_cast<size_t>(rank)]; }
   void run(const std::function<void(int)>& body) { run_ranks(size(), body); }
-  // As a process that is killed.
+  // As a process that ends without a goodbye.
   void die(int rank) { engines_[static_cast<size_t>(rank)].reset(); }
 
  private:
