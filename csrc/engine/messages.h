@@ -17,7 +17,7 @@ enum class MessageType : uint8_t {
   kPong,
   kFault,    // a failure nobody survives: poison the engine with this text
   kBye,      // I shut down on purpose; rank 0 answers with it after its last decision
-  kLeaving,  // to rank 0, straight: my kBye is on its way, perhaps by another rank
+  kLeaving,  // to rank 0, straight: my kBye is on its way by another rank
 };
 
 // Identifies a request across ranks: a name, or the position among the unnamed ones. A join has

@@ -117,10 +117,9 @@ void Watch::forget_if_through(int rank) {
 
 void Watch::leave() {
   left_s_ = now_s();
-  if (at_.rank != 0) {
+  if (at_.channel->carrier_of(at_.rank) != at_.rank)
     at_.channel->send(0, text_message(MessageType::kLeaving));
-    at_.channel->post({0}, text_message(MessageType::kBye));
-  }
+  if (at_.rank != 0) at_.channel->post({0}, text_message(MessageType::kBye));
   agreement_.leave(at_.rank);
 }
 
