@@ -33,8 +33,9 @@ class Ring {
   // Takes as much as there is room for.
   size_t write(const char* data, size_t nbytes) {
     const uint64_t at = shared_->written.load(std::memory_order_relaxed);
+    // More than there is only where the reader has ended, and its memory is something else's.
     const uint64_t taken = at - shared_->read.load(std::memory_order_seq_cst);
-    nbytes = std::min(nbytes, kRoom - static_cast<size_t>(taken));
+    nbytes = std::min(nbytes, static_cast<size_t>(kRoom - std::min<uint64_t>(taken, kRoom)));
     const size_t first = std::min(nbytes, kRoom - at % kRoom);
     std::memcpy(shared_->data + at % kRoom, data, first);
     std::memcpy(shared_->data, data + first, nbytes - first);

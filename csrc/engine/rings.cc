@@ -32,7 +32,7 @@ class Meeting {
   void offer(int peer, const std::string& text = {}) {
     const size_t nbytes = Ring::kNbytes + text.size();
     auto& ring = rings_[static_cast<size_t>(peer)];
-    ring = node_.arenas()->allocate(nbytes);
+    ring = node_.arenas()->allocate_for_good(nbytes);
     std::memcpy(ring.get() + Ring::kNbytes, text.data(), text.size());
     node_.tell(peer, {node_.arenas()->find(ring.get(), nbytes), static_cast<int64_t>(text.size())});
   }

@@ -123,12 +123,16 @@ Arenas::Arenas() : pid_(::getpid()) {}
 
 std::shared_ptr<char> Arenas::allocate(size_t nbytes) {
   const Piece piece = take(whole_lines(std::max<size_t>(nbytes, 1)));
-  char* data;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    data = segments_[piece.segment].memory->data() + piece.offset;
-  }
-  return {data, [self = shared_from_this(), piece](char*) { self->give_back(piece); }};
+  return {data_of(piece), [self = shared_from_this(), piece](char*) { self->give_back(piece); }};
+}
+
+std::shared_ptr<char> Arenas::allocate_for_good(size_t nbytes) {
+  return {shared_from_this(), data_of(take(whole_lines(nbytes)))};
+}
+
+char* Arenas::data_of(const Piece& piece) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return segments_[piece.segment].memory->data() + piece.offset;
 }
 
 Arenas::Piece Arenas::take(size_t nbytes) {

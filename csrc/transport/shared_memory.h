@@ -58,6 +58,9 @@ class Arenas : public std::enable_shared_from_this<Arenas> {
 
   // Zeros, aligned to a cache line; never null. Throws when the system has no more.
   std::shared_ptr<char> allocate(size_t nbytes);
+  // The same, for what others may write to though nobody here has it any more: it is nothing else's
+  // as long as there are these arenas.
+  std::shared_ptr<char> allocate_for_good(size_t nbytes);
   // Where [data, data + nbytes) lies, or nowhere if not in one of the arenas.
   Place find(const void* data, size_t nbytes) const;
   // How others map a segment, for as long as anything in it is in use.
@@ -83,6 +86,7 @@ class Arenas : public std::enable_shared_from_this<Arenas> {
     }
   };
   Piece take(size_t nbytes);
+  char* data_of(const Piece& piece);
   uint32_t add_segment(size_t nbytes, size_t wanted);
   void give_back(const Piece& piece);
 

@@ -195,5 +195,16 @@ TEST(Arenas, RandomTakingAndGivingNeverOverlapsAndReturnsEverything) {
   EXPECT_EQ(arenas->segment_count(), 1u) << "the pieces have not become one again";
 }
 
+TEST(Arenas, WhatIsForGoodIsNothingElsesThoughNobodyHasIt) {
+  const auto arenas = std::make_shared<Arenas>();
+  auto first = arenas->allocate_for_good(1000);
+  char* data = first.get();
+  std::fill(data, data + 1000, char{7});
+  first.reset();
+  const auto next = arenas->allocate(1000);
+  EXPECT_NE(next.get(), data);
+  EXPECT_TRUE(std::all_of(data, data + 1000, [](char c) { return c == 7; }));
+}
+
 }  // namespace
 }  // namespace bagua
