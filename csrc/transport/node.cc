@@ -119,6 +119,8 @@ Node::~Node() {
       } else {
         sleep(1000);
       }
+  const auto reads = [](const Peer& peer) { return peer.owes; };
+  if (std::any_of(peers_.begin(), peers_.end(), reads)) abandon();
 }
 
 void Node::abandon() {

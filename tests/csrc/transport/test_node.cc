@@ -292,6 +292,18 @@ TEST(Ending, WaitsForAWordThatIsOwed) {
   });
 }
 
+TEST(Ending, LeavesTheStageToWhoStillReadsIt) {
+  Nodes nodes(2);
+  constexpr size_t kNbytes = 100;
+  char* stage = nodes[0].stage(kNbytes);
+  std::memset(stage, 7, kNbytes);
+  const char* seen = nodes[1].at(0, nodes[0].arenas()->find(stage, kNbytes));
+  nodes[0].owes(1) = true;
+  nodes[0].set_patience(0.01);
+  nodes.end(0);
+  EXPECT_EQ(std::string(seen, kNbytes), std::string(kNbytes, 7));
+}
+
 TEST(Ending, WaitsForNobodyOnceAbandoned) {
   Nodes nodes(2);
   nodes[0].owes(1) = true;
