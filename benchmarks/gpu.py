@@ -4,8 +4,9 @@
 
 Codecs code a bucket of 100 MB of float32, beside a copy of it on the device. Then 1 and 2 ranks,
 which share the GPU, sum 64 MB of zeros and train the MLP of 40 MB, beside DistributedDataParallel
-over NCCL where it runs; they sum buckets of several sizes, many in a row, beside NCCL alone, whose
-difference is what the engine costs; and a trace of steps tells where the host waited for the GPU.
+over NCCL where it runs; they sum buckets of several sizes, many in a row, beside NCCL called as it
+is, whose difference is what the engine costs; and a trace of steps tells where the host waited for
+the GPU.
 Prints tables, and keeps them and the figures in benchmarks/results/, by the name of the device:
 nothing is written there but what a run has measured.
 """
@@ -21,13 +22,18 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bagua.common.config import nccl_shares_gpu
+from bagua.common.nccl import FIRST_THAT_SHARES, nccl_version
 from benchmarks.measure import interleaved
 from benchmarks.models import mlp, step
 from benchmarks.ranks import on_ranks
+
+if TYPE_CHECKING:
+    from benchmarks.raw_nccl import RawNccl  # begins MPI
 
 RESULTS = Path(__file__).parent / "results"
 COUNT = 25 << 20  # float32: 100 MB
@@ -113,6 +119,7 @@ def table_of_exchanges(ranks: int, figures: dict[str, Any]) -> str:
 def exchanges() -> dict[str, Any]:
     """On every rank."""
     import bagua.torch as bagua
+    from benchmarks.raw_nccl import RawNccl
 
     bagua.init(allow_shared_gpu=True)
     torch.cuda.set_device(bagua.local_rank() % torch.cuda.device_count())
@@ -128,11 +135,13 @@ def exchanges() -> dict[str, Any]:
         "step": lambda: step(model, optimizer, inputs),
         "step alone": lambda: step(alone, plain, inputs),
     }
-    if find_nccl(bagua.size()):
+    raw = RawNccl() if can_use(nccl_version(), bagua.size()) else None
+    if raw:
+        runs["allreduce 64 MB, nccl"] = partial(raw.sum, tensor)
+    if begin_ddp(bagua.size()):
         ddp = torch.nn.parallel.DistributedDataParallel(mlp().cuda())
         other = torch.optim.SGD(ddp.parameters(), lr=1e-3)
-        runs["allreduce 64 MB, nccl"] = lambda: torch.distributed.all_reduce(tensor)
-        runs["step, nccl"] = lambda: step(ddp, other, inputs)
+        runs["step, ddp"] = lambda: step(ddp, other, inputs)
 
     def finished(run: Callable[[], Any]) -> None:
         run()
@@ -140,36 +149,32 @@ def exchanges() -> dict[str, Any]:
 
     timed = {name: partial(finished, run) for name, run in runs.items()}
     figures: dict[str, Any] = interleaved(timed, 10, bagua.barrier)
-    figures |= buckets("step, nccl" in runs)
+    figures |= buckets(raw)
     figures["waits of a step"] = waits(runs["step"])
     return figures
 
 
-def buckets(has_nccl: bool) -> dict[str, Any]:
+def buckets(raw: RawNccl | None) -> dict[str, Any]:
     """Many sums in a row, each of which the program's stream waits for, as for buckets."""
     import bagua.torch as bagua
 
     count, runs = 50, {}
+
+    def repeated(run: Callable[[], Any]) -> None:
+        for _ in range(count):
+            run()
+        torch.cuda.synchronize()
+
     for nbytes in (64 << 10, 1 << 20, 25 << 20):
         tensor, what = torch.zeros(nbytes // 4, device="cuda"), f"bucket {nbytes >> 10} KB"
-
-        def engine(tensor: torch.Tensor = tensor, what: str = what) -> None:
-            for _ in range(count):
-                bagua.allreduce_(tensor, name=what, op=bagua.Sum)
-            torch.cuda.synchronize()
-
-        def alone(tensor: torch.Tensor = tensor) -> None:
-            for _ in range(count):
-                torch.distributed.all_reduce(tensor)
-            torch.cuda.synchronize()
-
-        runs[what] = engine
-        if has_nccl:
-            runs[f"{what}, nccl"] = alone
+        by_engine = partial(bagua.allreduce_, tensor, name=what, op=bagua.Sum)
+        runs[what] = partial(repeated, by_engine)
+        if raw:
+            runs[f"{what}, nccl"] = partial(repeated, partial(raw.sum, tensor))
     figures = interleaved(runs, 5, bagua.barrier, turn=3)
     for figure in figures.values():
         figure |= {key: figure[key] / count for key in ("median_s", "min_s")}
-    for what in [what for what in figures if has_nccl and not what.endswith("nccl")]:
+    for what in [what for what in figures if raw and not what.endswith("nccl")]:
         over = figures[what]["median_s"] - figures[f"{what}, nccl"]["median_s"]
         figures[f"{what}, engine"] = {"median_s": over}
     return figures
@@ -203,23 +208,23 @@ def waits_in(events: list[tuple[str, float, float]]) -> dict[str, int]:
     return found
 
 
-def find_nccl(size: int) -> bool:
-    """Whether torch's NCCL can be used beside: ranks that share a GPU an older one refuses."""
-    from bagua.common.config import nccl_shares_gpu
-    from bagua.common.nccl import FIRST_THAT_SHARES
+def can_use(version: tuple[int, ...], size: int) -> bool:
+    """Whether so many ranks here can use this NCCL, which may have to be told that they share."""
+    shares = nccl_shares_gpu() and version >= FIRST_THAT_SHARES
+    return bool(version) and (size <= torch.cuda.device_count() or shares)
 
-    if not torch.distributed.is_nccl_available():
-        return False
-    shares = nccl_shares_gpu() and torch.cuda.nccl.version() >= FIRST_THAT_SHARES
-    if size > torch.cuda.device_count() and not shares:
-        return False
+
+def begin_ddp(size: int) -> bool:
+    """Over torch's NCCL, where that can be used."""
     from mpi4py import MPI
 
-    import bagua.torch as bagua
-
+    has_nccl = torch.distributed.is_nccl_available()
+    if not can_use(torch.cuda.nccl.version() if has_nccl else (), size):
+        return False
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ["MASTER_PORT"] = str(MPI.COMM_WORLD.bcast(29000 + os.getpid() % 1000))
-    torch.distributed.init_process_group("nccl", rank=bagua.rank(), world_size=size)
+    rank = MPI.COMM_WORLD.rank
+    torch.distributed.init_process_group("nccl", rank=rank, world_size=size)
     return True
 
 

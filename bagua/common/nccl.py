@@ -1,9 +1,11 @@
-"""Where NCCL is, if it came as a wheel."""
+"""Which NCCL there is, and where, if it came as a wheel."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+
+from bagua.common.core import core
 
 # A GPU among several ranks, if it is told to; csrc/engine/nccl_exchange.cc has it, too.
 FIRST_THAT_SHARES = (2, 30)
@@ -18,3 +20,9 @@ def library_path() -> str:
     folders = (wheel and wheel.submodule_search_locations) or []
     found = [file for folder in folders for file in Path(folder).glob("lib/libnccl.so.2")]
     return str(found[0]) if found else ""
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Of the one that would be used; nothing without any."""
+    text = core.nccl_found(library_path())
+    return () if text.startswith("no NCCL") else tuple(map(int, text.split(".")))

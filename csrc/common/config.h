@@ -14,9 +14,10 @@ struct Config {
   double peer_timeout_s = 5;  // 0: never
   double start_timeout_s = 60;
   double spin_us = 50;
-  bool nccl = true;              // where it can be
-  std::string nccl_path;         // of its library, where no other copy is loaded
-  bool nccl_shares_gpu = false;  // it was told that several ranks may have one
+  bool nccl = true;               // where it can be
+  std::string nccl_path;          // of its library, where no other copy is loaded
+  bool nccl_shares_gpu = false;   // it was told that several ranks may have one
+  bool allow_shared_gpu = false;  // so were we
   bool inline_drive = true;
   int helpers = 0;                   // threads that reduce along while a caller waits
   bool shared_memory = true;         // where the system lets the ranks of a machine

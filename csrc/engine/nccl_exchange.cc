@@ -33,17 +33,33 @@ bool undecided(const std::vector<Card>& cards) {
   return std::any_of(cards.begin(), cards.end(), [](const Card& card) { return card.version < 0; });
 }
 
+// Two of those who have one GPU, or nobody.
+std::pair<size_t, size_t> sharers(const std::vector<Card>& cards) {
+  for (size_t j = 0; j < cards.size(); ++j)
+    for (size_t i = 0; i < j; ++i)
+      if (std::memcmp(cards[i].gpu, cards[j].gpu, sizeof cards[i].gpu) == 0) return {i, j};
+  return {};
+}
+
 // Why not, or nothing.
 std::string obstacle(const std::vector<Card>& cards) {
-  for (size_t i = 0; i < cards.size(); ++i) {
-    if (cards[i].version == 0) return "not all ranks have it, or it does not work on one";
-    if (cards[i].version != cards[0].version) return "ranks have different versions of it";
-    for (size_t j = 0; j < i; ++j)
-      if (std::memcmp(cards[i].gpu, cards[j].gpu, sizeof cards[i].gpu) == 0 &&
-          !(cards[i].shares && cards[j].shares))
-        return "two ranks have one GPU, which takes NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1";
+  const auto [i, j] = sharers(cards);
+  if (i != j && !(cards[i].shares && cards[j].shares))
+    return "two ranks have one GPU, which takes NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1";
+  for (const Card& card : cards) {
+    if (card.version == 0) return "not all ranks have it, or it does not work on one";
+    if (card.version != cards[0].version) return "ranks have different versions of it";
   }
   return "";
+}
+
+std::string shared_gpu(int i, int j) {
+  return "ranks " + std::to_string(i) + " and " + std::to_string(j) +
+         " compute on one GPU: call torch.cuda.set_device(bagua.torch.local_rank()) before "
+         "anything "
+         "is on one, give each rank one by bagua-run --own-gpu, start fewer ranks, or allow it "
+         "with "
+         "allow_shared_gpu (bagua-run --allow-shared-gpu)";
 }
 
 constexpr int kFirstThatShares = 23000;
@@ -72,10 +88,12 @@ std::vector<NcclGroup::Piece> pieces_of(const Job& job) {
 
 }  // namespace
 
-NcclExchange::NcclExchange(const NcclLibrary* library, Device* device, bool shares, Tell tell)
+NcclExchange::NcclExchange(const NcclLibrary* library, Device* device, const Config& config,
+                           Tell tell)
     : library_(library),
       device_(device),
-      shares_(shares),
+      shares_(config.nccl_shares_gpu),
+      allowed_(config.allow_shared_gpu),
       tell_(std::move(tell)),
       stream_(device ? device->add_stream() : nullptr) {}
 
@@ -95,12 +113,14 @@ void NcclExchange::agree(int32_t set, const TellAll& tell_all) {
   Card mine;
   mine.version = device_ ? 0 : -1;
   const bool gives_id = group_->me() == 0;  // whose threads wait for the others
+  if (device_) {
+    const std::string identity = device_->identity();
+    std::memcpy(mine.gpu, identity.data(), std::min(identity.size(), sizeof mine.gpu));
+  }
   if (library_ && device_ && (!gives_id || give_id(mine.id))) {
     mine.version = library_->version;
     mine.kernels = device_->runs_kernels();
     mine.shares = shares_ && library_->version >= kFirstThatShares;
-    const std::string identity = device_->identity();
-    std::memcpy(mine.gpu, identity.data(), std::min(identity.size(), sizeof mine.gpu));
   }
   std::vector<int64_t> numbers(kNumbers);
   std::memcpy(numbers.data(), &mine, sizeof mine);
@@ -108,9 +128,17 @@ void NcclExchange::agree(int32_t set, const TellAll& tell_all) {
   std::vector<Card> cards(all.size() / kNumbers);
   std::memcpy(static_cast<void*>(cards.data()), all.data(), cards.size() * sizeof mine);
   if (undecided(cards)) return;
-  const std::string why_not = obstacle(cards);
   auto& nccl = groups_[set];
-  if (!why_not.empty()) return tell_(LogLevel::kInfo, "NCCL is not used: " + why_not);
+  const auto [i, j] = sharers(cards);
+  if (i != j && !allowed_) {
+    refusals_[set] =
+        shared_gpu(group_->rank_of(static_cast<int>(i)), group_->rank_of(static_cast<int>(j)));
+    return;
+  }
+  const std::string why_not = obstacle(cards);
+  const bool was_to_be = i == j && library_ && group_->me() == 0;
+  if (!why_not.empty())
+    return tell_(was_to_be ? LogLevel::kWarning : LogLevel::kInfo, "NCCL is not used: " + why_not);
   nccl = connect(cards[0].id);
   const auto lacks = [](const Card& card) { return card.kernels == 0; };
   if (nccl && std::any_of(cards.begin(), cards.end(), lacks)) {
@@ -199,6 +227,12 @@ bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, G
   for (const RequestPtr& request : requests)
     for (const Device::Mark& start : request->starts) device_->follow(on_, start);
   return true;
+}
+
+const std::string& NcclExchange::refusal(int32_t set) const {
+  static const std::string none;
+  const auto found = refusals_.find(set);
+  return found == refusals_.end() ? none : found->second;
 }
 
 // While a graph is captured NCCL does so by itself.
@@ -299,6 +333,7 @@ bool NcclExchange::abort() noexcept {
 }
 
 void NcclExchange::forget(int32_t set) {
+  refusals_.erase(set);
   const auto found = groups_.find(set);
   if (found == groups_.end()) return;
   if (found->second) {

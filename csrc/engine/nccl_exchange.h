@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "collective/collective.h"
+#include "common/config.h"
 #include "common/log.h"
 #include "device/device.h"
 #include "engine/request.h"
@@ -25,14 +26,16 @@ class NcclExchange {
   using TellAll = std::function<std::vector<int64_t>(const std::vector<int64_t>&)>;
 
   // Without a library or a device it tells the other ranks so, and they do without, too. Two ranks
-  // may have one device if all of them say so.
-  NcclExchange(const NcclLibrary* library, Device* device, bool shares, Tell tell);
+  // may have one device if they are allowed to, and exchange by NCCL then if that was told so, too.
+  NcclExchange(const NcclLibrary* library, Device* device, const Config& config, Tell tell);
   ~NcclExchange();
 
   // Whether these go by NCCL, which all ranks decide alike: those of the set find out together, the
   // first time, whether they can use it. If so what is run from now on is of these requests.
   bool begin(int32_t set, const std::vector<RequestPtr>& requests, Group& group,
              const TellAll& tell_all);
+  // Why those of the set exchange nothing that is on a device, which is empty if they do.
+  const std::string& refusal(int32_t set) const;
   void run(OpKind kind, const Job& job);
   // The requests' memory is a matter of their handles from then on.
   void end(const std::vector<RequestPtr>& requests);
@@ -77,11 +80,12 @@ class NcclExchange {
 
   const NcclLibrary* const library_;
   Device* const device_;
-  const bool shares_;
+  const bool shares_, allowed_;
   const Tell tell_;
   const Device::Stream stream_;
   Device::Stream captured_ = nullptr;                     // where others capture our work
   std::map<int32_t, std::unique_ptr<NcclGroup>> groups_;  // by set; null where it cannot be
+  std::map<int32_t, std::string> refusals_;               // why not even by the host's memory
   std::set<int32_t> without_kernels_;                     // where a rank's GPU cannot run ours
   std::vector<std::unique_ptr<NcclGroup>> ending_;        // that nobody gives anything to
   NcclId id_;                                             // that nobody has used

@@ -180,11 +180,12 @@ void Runner::carry_out(Exchange& exchange) {
   const Description& d = requests[0]->description;
   run_special(*requests[0]);
   bench.nccl = nccl_for(exchange.task.set, requests, exchange.group, bench);
+  std::string why_not;
+  if (nccl_ && d.on_device) why_not = nccl_->refusal(exchange.task.set);
   if (d.captured && !bench.nccl)
-    return agreement_.complete(
-        requests, make_failure(ErrorKind::kUsage,
-                               requests[0]->label() +
-                                   " cannot be captured in a CUDA graph: " + kNotCaptured));
+    why_not = requests[0]->label() + " cannot be captured in a CUDA graph: " + kNotCaptured;
+  if (!why_not.empty())
+    return agreement_.complete(requests, make_failure(ErrorKind::kUsage, why_not));
   bench.staging = bench.nccl ? nullptr : staging_for(requests);
   if (bench.staging) {
     if (requests[0]->kept[0]) bench.values_final = {};  // what is kept may change until the end
@@ -244,8 +245,11 @@ NcclExchange* Runner::nccl_for(int32_t set, const std::vector<RequestPtr>& reque
     const auto tell = [this](LogLevel level, const std::string& text) {
       at_.log.write(level, text);
     };
-    if (!why_not.empty()) tell(LogLevel::kInfo, why_not);
-    nccl_ = std::make_unique<NcclExchange>(library, device, at_.config.nccl_shares_gpu, tell);
+    const bool first_of_many = group.me() == 0 && group.size() > 1;
+    if (!why_not.empty())
+      tell(first_of_many ? LogLevel::kWarning : LogLevel::kInfo,
+           "tensors on a GPU go through the host's memory, which is slow: " + why_not);
+    nccl_ = std::make_unique<NcclExchange>(library, device, at_.config, tell);
   }
   const auto tell_all = [&](const std::vector<int64_t>& mine) {
     return exchange_counts(OpKind::kAllgather, mine, static_cast<int64_t>(mine.size()), group,

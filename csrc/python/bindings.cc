@@ -49,6 +49,7 @@ Config config_from(const py::dict& d) {
   c.helpers = d["helpers"].cast<int>();
   c.nccl = d["nccl"].cast<bool>();
   c.nccl_path = d["nccl_path"].cast<std::string>();
+  c.allow_shared_gpu = d["allow_shared_gpu"].cast<bool>();
   c.nccl_shares_gpu = d["nccl_shares_gpu"].cast<bool>();
   c.inline_drive = d["inline_drive"].cast<bool>();
   c.carriers = d["carriers"].cast<std::string>();

@@ -32,8 +32,8 @@ class Node {
   static std::unique_ptr<Node> meet(const std::vector<int>& ranks, int rank,
                                     const Exchange& exchange, std::string& why_not);
 
-  // Waits until the others are through with this rank's memory, unless abandoned. Who is not by then,
-  // since it was stopped for example, finds the stage as it was.
+  // Waits until the others are through with this rank's memory, unless abandoned. Who is not by
+  // then, since it was stopped for example, finds the stage as it was.
   ~Node();
   // For tests: how long it does.
   void set_patience(double s) { patience_s_ = s; }

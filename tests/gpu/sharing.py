@@ -10,17 +10,11 @@ import torch
 
 from bagua.common.config import nccl_shares_gpu
 from bagua.common.core import core
-from bagua.common.nccl import FIRST_THAT_SHARES, library_path
-
-
-def found() -> tuple[int, ...]:
-    """Its version; none without one."""
-    text = core.nccl_found(library_path())
-    return () if text.startswith("no NCCL") else tuple(int(number) for number in text.split("."))
+from bagua.common.nccl import FIRST_THAT_SHARES, library_path, nccl_version
 
 
 def missing() -> Optional[str]:
-    if found() >= FIRST_THAT_SHARES:
+    if nccl_version() >= FIRST_THAT_SHARES:
         return None
     major = (torch.version.cuda or "13").partition(".")[0]
     return (
@@ -33,7 +27,7 @@ def missing() -> Optional[str]:
 def has_nccl(hvd) -> bool:
     """Whether these ranks, who share a GPU, go by NCCL."""
     if hvd.size() == 1:
-        return found() != ()
+        return nccl_version() != ()
     return nccl_shares_gpu() and missing() is None
 
 

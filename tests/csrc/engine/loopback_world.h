@@ -47,7 +47,8 @@ inline Config quiet_config(const NodeOf& node_of = {}) {
   const std::set<int> nodes(node_of.begin(), node_of.end());
   if (nodes.size() > 1 && nodes.size() < node_of.size()) config.allreduce = "hierarchical";
   config.log_level = "error";
-  config.spin_us = 0;  // ranks outnumber the cores
+  config.spin_us = 0;              // ranks outnumber the cores
+  config.allow_shared_gpu = true;  // some tests have one for all
   // A sanitizer on a loaded machine is slow, but not dead; tests of silence set their own.
   config.peer_timeout_s = 60;
   return config;

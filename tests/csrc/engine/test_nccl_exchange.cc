@@ -125,6 +125,25 @@ TEST(NcclExchange, RanksThatHaveOneGpu) {
   }
 }
 
+// Also where none of them has NCCL. What is in the host's memory goes on.
+TEST(NcclExchange, RanksThatHaveOneGpuByMistakeAreTold) {
+  for (const bool has_nccl : {true, false}) {
+    Config config = quiet_config();
+    config.allow_shared_gpu = false;
+    GpuWorld world(3, has_nccl, config);
+    world.run([&](int rank, Gpu& gpu, Engine& engine) {
+      if (rank != 1) gpu.device.be("that of 0 and 2 ");
+      std::vector<float>& values = gpu.lasting(1000);
+      for (int i = 0; i < 2; ++i) {
+        const HandlePtr handle = gpu.submit(engine, allreduce_of("x", values));
+        EXPECT_CONTAINS(error_of<UsageError>([&] { finish(engine, handle); }),
+                        "ranks 0 and 2 compute on one GPU");
+      }
+      sum_of_ones(engine, "in the host's memory");
+    });
+  }
+}
+
 TEST(NcclExchange, GathersAndScatters) {
   const int n = 3;
   for (const bool alike : {true, false}) {

@@ -297,7 +297,9 @@ TEST(Ending, LeavesTheStageToWhoStillReadsIt) {
   constexpr size_t kNbytes = 100;
   char* stage = nodes[0].stage(kNbytes);
   std::memset(stage, 7, kNbytes);
-  const char* seen = nodes[1].at(0, nodes[0].arenas()->find(stage, kNbytes));
+  nodes[0].tell(1, {nodes[0].arenas()->find(stage, kNbytes), 0});
+  ASSERT_TRUE(nodes[1].heard(0));
+  const char* seen = nodes[1].at(0, nodes[1].note_of(0).place);
   nodes[0].owes(1) = true;
   nodes[0].set_patience(0.01);
   nodes.end(0);
