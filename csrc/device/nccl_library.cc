@@ -25,6 +25,7 @@ std::string fill(NcclLibrary& library, void* handle) {
   find(library.get_unique_id, "ncclGetUniqueId");
   find(library.init_rank_config, "ncclCommInitRankConfig");
   find(library.get_async_error, "ncclCommGetAsyncError");
+  find(library.comm_count, "ncclCommCount");
   find(library.abort, "ncclCommAbort");
   find(library.finalize, "ncclCommFinalize");
   find(library.destroy, "ncclCommDestroy");

@@ -56,6 +56,7 @@ struct NcclLibrary {
   NcclResult (*get_unique_id)(NcclId*) = nullptr;
   NcclResult (*init_rank_config)(Comm*, int nranks, NcclId, int rank, NcclConfig*) = nullptr;
   NcclResult (*get_async_error)(Comm, NcclResult*) = nullptr;
+  NcclResult (*comm_count)(Comm, int*) = nullptr;
   NcclResult (*abort)(Comm) = nullptr;
   NcclResult (*finalize)(Comm) = nullptr;
   NcclResult (*destroy)(Comm) = nullptr;

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <iterator>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -97,13 +98,14 @@ NcclExchange::NcclExchange(const NcclLibrary* library, Device* device, const Con
       tell_(std::move(tell)),
       stream_(device ? device->add_stream() : nullptr) {}
 
-// What other ranks still are to get from NCCL's threads gets a moment. Destroying a communicator
-// could wait for other ranks for ever, so none is.
+// What other ranks still are to get from NCCL's threads gets a moment.
 NcclExchange::~NcclExchange() {
-  const double until_s = now_s() + kEndS;
-  for (auto& group : ending_)
-    while (!group->has_ended() && now_s() < until_s)
+  end_left(/*is_last=*/true);
+  for (const bool hurries : {false, true}) {
+    ending_->hurries = hurries;
+    for (const double late_s = now_s() + kEndS; ending_->count > 0 && now_s() < late_s;)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
   if (!abort())
     for (auto& memory : borrowed_) keep_for_ever(std::move(memory));
 }
@@ -320,7 +322,8 @@ bool NcclExchange::abort() noexcept {
   std::vector<NcclGroup*> all;
   for (auto& [set, group] : groups_)
     if (group) all.push_back(group.get());
-  for (auto& group : ending_) all.push_back(group.get());
+  for (auto& group : left_) all.push_back(group.get());
+  ending_->hurries = true;
   if (!NcclGroup::abort(all)) return false;
   try {
     if (device_) last_ = device_->mark(stream_);
@@ -336,37 +339,46 @@ void NcclExchange::forget(int32_t set) {
   refusals_.erase(set);
   const auto found = groups_.find(set);
   if (found == groups_.end()) return;
-  if (found->second) {
-    ending_.push_back(std::move(found->second));
-    ending_.back()->end();
-  }
+  if (found->second) left_.push_back(std::move(found->second));
   groups_.erase(found);
 }
 
 bool NcclExchange::has_left() const {
-  return std::any_of(ending_.begin(), ending_.end(),
-                     [](const auto& group) { return group->ends(); });
+  return std::any_of(left_.begin(), left_.end(), [](const auto& group) { return group->ends(); });
 }
 
-// By a thread: memory of the device is given back when the device has done all it was given, and
-// that may be waiting for other ranks.
-void NcclExchange::tidy() {
-  if (freeing_.valid() && freeing_.wait_for(std::chrono::seconds(0)) != std::future_status::ready)
-    return;
-  const auto first_ended = std::partition(ending_.begin(), ending_.end(), [](const auto& group) {
-    return !group->ends() || !group->has_ended();
-  });
-  if (first_ended == ending_.end()) return;
-  std::vector<std::unique_ptr<NcclGroup>> ended(std::make_move_iterator(first_ended),
-                                                std::make_move_iterator(ending_.end()));
-  ending_.erase(first_ended, ending_.end());
-  freeing_ = std::async(std::launch::async, [ended = std::move(ended)] {
-    for (const auto& group : ended) group->free();
-  });
+void NcclExchange::tidy() { end_left(/*is_last=*/false); }
+
+// By a thread for each, which may have to wait for the device, and that for other ranks, or for
+// what another of them has there.
+void NcclExchange::end_left(bool is_last) {
+  for (auto it = left_.begin(); it != left_.end();) {
+    if (!(*it)->ends()) {
+      ++it;
+      continue;
+    }
+    const auto end = [group = std::shared_ptr<NcclGroup>(std::move(*it)), ending = ending_,
+                      is_last]() mutable {
+      try {
+        group->end(ending->hurries, is_last);
+      } catch (const Error&) {  // the device is broken
+      }
+      group.reset();
+      --ending->count;
+    };
+    it = left_.erase(it);
+    ++ending_->count;
+    try {
+      std::thread(std::move(end)).detach();
+    } catch (const std::system_error&) {  // no more threads here: it is aborted
+      --ending_->count;
+    }
+  }
 }
 
 void NcclExchange::finish() {
   while (!groups_.empty()) forget(groups_.begin()->first);
+  end_left(/*is_last=*/true);
 }
 
 }  // namespace bagua

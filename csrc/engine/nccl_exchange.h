@@ -2,8 +2,8 @@
 // stream, and done for the engine: the device may be far behind.
 #pragma once
 
+#include <atomic>
 #include <functional>
-#include <future>
 #include <map>
 #include <memory>
 #include <set>
@@ -69,6 +69,7 @@ class NcclExchange {
   Device* device() const { return device_; }
 
  private:
+  void end_left(bool is_last);
   void agree(int32_t set, const TellAll& tell_all);
   bool give_id(NcclId& id);
   std::unique_ptr<NcclGroup> connect(const NcclId& id);
@@ -87,13 +88,18 @@ class NcclExchange {
   std::map<int32_t, std::unique_ptr<NcclGroup>> groups_;  // by set; null where it cannot be
   std::map<int32_t, std::string> refusals_;               // why not even by the host's memory
   std::set<int32_t> without_kernels_;                     // where a rank's GPU cannot run ours
-  std::vector<std::unique_ptr<NcclGroup>> ending_;        // that nobody gives anything to
-  NcclId id_;                                             // that nobody has used
+  std::vector<std::unique_ptr<NcclGroup>> left_;          // that nobody gives anything to
+  // Those of them that are being ended, each by a thread.
+  struct Ending {
+    std::atomic<int> count{0};
+    std::atomic<bool> hurries{false};
+  };
+  const std::shared_ptr<Ending> ending_ = std::make_shared<Ending>();
+  NcclId id_;  // that nobody has used
   bool has_id_ = false;
   Device::Mark last_;
   double given_s_ = 0;
   std::vector<std::shared_ptr<char>> borrowed_;  // for the exchange at hand
-  std::future<void> freeing_;                    // what has ended
 
   // Of the exchange at hand.
   Group* group_ = nullptr;

@@ -117,7 +117,10 @@ void NcclGroup::begin(const NcclId& id) {
 std::string NcclGroup::begun(const std::function<bool()>& pointless) {
   if (comm_ && begun_ == NcclResult::kInProgress)
     wait_until_([&] { return (begun_ = state()) != NcclResult::kInProgress || pointless(); });
-  if (begun_ == NcclResult::kSuccess && comm_) return "";
+  if (begun_ == NcclResult::kSuccess && comm_) {
+    join();
+    return "";
+  }
   return std::string("ncclCommInitRankConfig: ") + library_.error_string(begun_);
 }
 
@@ -160,17 +163,15 @@ bool NcclGroup::abort(const std::vector<NcclGroup*>& groups) {
   return ended;
 }
 
-void NcclGroup::end() {
-  if (comm_ && !captured_ && !std::exchange(ending_, true))
-    expect(library_.finalize(comm_), "ncclCommFinalize");
-}
-
-bool NcclGroup::has_ended() { return !comm_ || !ending_ || state() != NcclResult::kInProgress; }
-
-void NcclGroup::free() {
-  if (!comm_) return;
-  if (state() != NcclResult::kSuccess) return abort();
-  device_.as_current([&] { library_.destroy(std::exchange(comm_, nullptr)); });
+void NcclGroup::end(const std::atomic<bool>& hurries, bool is_last) {
+  if (!ends()) return;
+  device_.as_current([&] {
+    NcclResult result = library_.finalize(comm_);
+    for (; result == NcclResult::kInProgress && !hurries; result = state())
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    auto* const comm = std::exchange(comm_, nullptr);
+    result == NcclResult::kSuccess && !is_last ? library_.destroy(comm) : library_.abort(comm);
+  });
 }
 
 NcclResult NcclGroup::on_device(const std::function<NcclResult()>& call) {
@@ -194,6 +195,13 @@ NcclResult NcclGroup::state() {
   return asked == NcclResult::kSuccess ? state : asked;
 }
 
+// Before 2.26 what a call has begun is the calling thread's until a function has asked for what the
+// communicator is, which the one for errors does not: any other communicator would come upon it.
+void NcclGroup::join() {
+  int count = 0;
+  expect(library_.comm_count(comm_, &count), "ncclCommCount");
+}
+
 // A communicator that does not block may still be at it, mostly for as long as it takes NCCL to
 // start a thread. To fall asleep and be woken would take ten times that.
 void NcclGroup::finish(NcclResult result, const char* what) {
@@ -207,6 +215,7 @@ void NcclGroup::finish(NcclResult result, const char* what) {
   }
   if (!is_ready) wait_until_(ready);
   expect(result, what);
+  join();
 }
 
 void NcclGroup::register_memory(const std::shared_ptr<char>& memory, size_t nbytes) {
@@ -232,22 +241,29 @@ void NcclGroup::forget_unused() {
 
 void NcclGroup::check() { expect(state(), "NCCL"); }
 
+// Where the device is current: alone, NCCL launches what scales values on whichever is.
 void NcclGroup::together(const std::function<void()>& give) {
-  expect(library_.group_start(), "ncclGroupStart");
-  try {
-    give();
-  } catch (...) {
-    library_.group_end();  // or this thread would be in it for ever
-    throw;
-  }
-  finish(library_.group_end(), "ncclGroupEnd");
+  NcclResult result = NcclResult::kSuccess;
+  device_.as_current([&] {
+    expect(library_.group_start(), "ncclGroupStart");
+    try {
+      give();
+    } catch (...) {
+      library_.group_end();  // or this thread would be in it for ever
+      throw;
+    }
+    result = library_.group_end();
+  });
+  finish(result, "ncclGroupEnd");
 }
 
 void NcclGroup::reducing(DType dtype, How how, const std::function<void(NcclOp)>& give) {
   NcclOp op = *op_of(how.op);
   if (how.factor == 1) return together([&] { give(op); });
   Scalar scalar(how.op == ReduceOp::kAverage ? how.factor / size_ : how.factor, dtype);
-  finish(library_.create_scaled_sum(&op, scalar.bytes, *type_of(dtype), kOnHost, comm_),
+  finish(on_device([&] {
+           return library_.create_scaled_sum(&op, scalar.bytes, *type_of(dtype), kOnHost, comm_);
+         }),
          "ncclRedOpCreatePreMulSum");
   together([&] { give(op); });
   finish(library_.destroy_op(op, comm_), "ncclRedOpDestroy");

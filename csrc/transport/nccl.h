@@ -2,6 +2,7 @@
 // waits only while NCCL prepares, and never for the device.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -44,14 +45,13 @@ class NcclGroup {
   // Of all groups of a device at once: one after another they may wait for each other for ever.
   // False if some have not ended in seconds; nothing waits for them any longer.
   static bool abort(const std::vector<NcclGroup*>& groups);
-  // Nothing comes any more: what NCCL's own threads still have to send, they do; true when they
-  // have, or cannot.
-  void end();
-  bool has_ended();
   // Whether it comes to an end while the process lasts.
   bool ends() const { return comm_ && !captured_; }
-  // When it has ended: lets go of what NCCL keeps for it, and waits for the device.
-  void free();
+  // Nothing comes any more: waits until NCCL's own threads have sent what they still have to, or
+  // `hurries`, and for the device; then lets go of what NCCL keeps for it, for which that may wait
+  // for other ranks, unless it is the end. The thread calls NCCL for nothing else meanwhile: before
+  // 2.26 NCCL keeps with the thread what is to be done.
+  void end(const std::atomic<bool>& hurries, bool is_last);
 
   // Where everything goes from now on. NCCL ends no communicator while there are graphs that
   // captured its work, and would wait for them.
@@ -83,6 +83,7 @@ class NcclGroup {
   void expect(NcclResult result, const char* what);
   void finish(NcclResult result, const char* what);
   NcclResult state();
+  void join();
   // Together, all that `give` gives; nothing if it throws.
   void together(const std::function<void()>& give);
   // Calls give(operation) with the operation that reduces like this.
@@ -103,7 +104,6 @@ class NcclGroup {
   };
   std::map<char*, Registered> registered_;
   NcclResult begun_ = NcclResult::kSuccess;
-  bool ending_ = false;
   bool captured_ = false;
 };
 

@@ -53,7 +53,9 @@ struct bagua::NcclCommunicator {
   int64_t round = 0;
   void* stream = nullptr;  // the last that was used
   int looks_until_ready = 5;
-  bool aborted = false;        // under the world's mutex
+  bool aborted = false;  // under the world's mutex
+  std::atomic<std::thread::id> at_it =
+      std::thread::id();       // who has begun what it is at, and has not joined it
   bool broken = false;         // and says so, a while after it has begun
   std::vector<float> factors;  // of operations made with one
 };
@@ -82,12 +84,16 @@ class FakeNccl {
         if (ready && comm->broken) *state = NcclResult::kSystemError;
         return NcclResult::kSuccess;
       };
+      l.comm_count = [](Comm comm, int* count) {
+        *count = comm->world->size;
+        return join(comm);
+      };
       l.finalize = [](Comm comm) {
-        comm->looks_until_ready = 3;
         ++finalized_;
-        return NcclResult::kInProgress;
+        return begin(comm, 3);
       };
       l.destroy = [](Comm comm) {
+        if (join(comm) != NcclResult::kSuccess) ++misused_;
         ++destroyed_;
         forget_memory(comm);
         while (held_) std::this_thread::yield();
@@ -95,13 +101,14 @@ class FakeNccl {
       };
       l.abort = abort;
       l.group_start = [] {
+        if (at_it_ && at_it_->at_it == std::this_thread::get_id()) return kInvalidUsage;
         ++depth_;
         return NcclResult::kSuccess;
       };
       l.group_end = [] {
         if (--depth_ > 0) return NcclResult::kSuccess;
         const bool any = !in_group_.empty();
-        for (const Comm comm : in_group_) comm->looks_until_ready = 2;
+        for (const Comm comm : in_group_) begin(comm, 2);
         in_group_.clear();
         return any ? NcclResult::kInProgress : NcclResult::kSuccess;
       };
@@ -197,9 +204,30 @@ class FakeNccl {
     if (!PretendDevice::is_current()) ++misused_;
   }
 
-  // What is given to a communicator must be in a group here, and not while it still prepares.
+  // Of old versions: a thread may turn to another communicator, or end, when it has joined what it
+  // began of the one before, which then must be ready. An abort ends that, too.
+  static NcclResult begin(Comm comm, int looks) {
+    const auto me = std::this_thread::get_id();
+    if (at_it_ && at_it_ != comm && at_it_->at_it == me) return kInvalidUsage;
+    comm->looks_until_ready = looks;
+    comm->at_it = me;
+    at_it_ = comm;
+    return NcclResult::kInProgress;
+  }
+  static NcclResult join(Comm comm) {
+    if (comm->looks_until_ready > 0) return kInvalidArgument;
+    const bool by_another = comm->at_it.load() != std::thread::id() && at_it_ != comm;
+    if (by_another) return kInvalidUsage;
+    comm->at_it = std::thread::id();
+    at_it_ = nullptr;
+    return NcclResult::kSuccess;
+  }
+
+  // What is given to a communicator must be in a group here, where the device is current, and not
+  // while it still prepares.
   static NcclResult enter(Comm comm) {
-    if (depth_ == 0 || comm->looks_until_ready > 0) return kInvalidUsage;
+    if (depth_ == 0 || comm->looks_until_ready > 0 || !PretendDevice::is_current())
+      return kInvalidUsage;
     const NcclResult failure = fails_.exchange(NcclResult::kSuccess);
     if (failure != NcclResult::kSuccess) return failure;
     in_group_.push_back(comm);
@@ -224,11 +252,12 @@ class FakeNccl {
     if (rank == broken_ && says_ == Says::kAtOnce) return NcclResult::kSystemError;
     std::lock_guard<std::mutex> world_lock(world->mutex);
     if (rank != broken_) ++world->begun;
-    return NcclResult::kInProgress;
+    return begin(*comm, (*comm)->looks_until_ready);
   }
 
   static NcclResult abort(Comm comm) {
     ++under_abort_;
+    comm->at_it = std::thread::id();
     {
       std::lock_guard<std::mutex> lock(comm->world->mutex);
       comm->aborted = true;
@@ -418,6 +447,7 @@ class FakeNccl {
   static inline std::atomic<int> broken_{-1};
   static inline thread_local int depth_ = 0;
   static inline thread_local std::vector<Comm> in_group_;
+  static inline thread_local Comm at_it_ = nullptr;
 };
 
 }  // namespace bagua
