@@ -141,7 +141,8 @@ class TorchArrays:
         if memory.on_device != is_on_device(like):
             raise InternalError("a result is not where the tensor was that it is of")
         if not like.is_cpu:
-            return torch.as_tensor(memory, device=like.device).view(like.dtype).view(tuple(shape))
+            theirs = torch.as_tensor(memory, device=like.device).view(like.dtype)
+            return theirs.view(tuple(shape)).clone()  # record_stream() knows of torch's own alone
         return torch.frombuffer(memory, dtype=like.dtype).view(tuple(shape))
 
     def assign(self, target: Any, source: Any) -> None:

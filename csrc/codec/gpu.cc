@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "codec/gpu_kernels.h"
 #include "codec/singles.h"
@@ -35,6 +36,12 @@ void check_place(const Coding& coding, const char* wire) {
                      " begins at a multiple of " + std::to_string(place) + " bytes");
 }
 
+std::vector<const char*> said_by(const Wires& wires) {
+  std::vector<const char*> said;
+  for (int i = 0; i < wires.count; ++i) said.push_back(wires.first + i * wires.stride);
+  return said;
+}
+
 }  // namespace
 
 bool gpu_codes(const Coding& coding) {
@@ -60,15 +67,22 @@ void gpu_decode(const Coding& coding, const char* wire, int64_t count, float* ou
   device.as_current([&] { kernels_of(coding).decode(coding, wire, count, out, stream); });
 }
 
+void gpu_sum(const Coding& coding, const Wires& wires, Finish finish, int64_t count, float* out,
+             Device& device, Device::Stream stream) {
+  if (!coding.codec->sparse) throw UsageError("what a dense codec sums up, it encodes");
+  if (count == 0) return;
+  const auto on_host = [=] { coding.add_up(said_by(wires), finish, count, out); };
+  if (device.works_on_host(stream, on_host)) return;
+  device.as_current([&] { kernels_of(coding).sum(coding, wires, finish, count, out, stream); });
+}
+
 void gpu_add_up(const Coding& coding, const Wires& wires, Finish finish, float* residual,
                 int64_t count, char* wire, float* out, Device& device, Device::Stream stream) {
   if (count == 0) return;
   check_place(coding, wire);
   for (int i = 0; i < wires.count; ++i) check_place(coding, wires.first + i * wires.stride);
   const auto on_host = [=] {
-    std::vector<const char*> said;
-    for (int i = 0; i < wires.count; ++i) said.push_back(wires.first + i * wires.stride);
-    coding.add_up(said, finish, count, out);
+    coding.add_up(said_by(wires), finish, count, out);
     coding.encode_rest(out, residual, count, wire);
     coding.decode(wire, count, out);
   };

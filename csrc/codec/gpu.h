@@ -29,6 +29,10 @@ void gpu_decode(const Coding& coding, const char* wire, int64_t count, float* ou
 void gpu_add_up(const Coding& coding, const Wires& wires, Finish finish, float* residual,
                 int64_t count, char* wire, float* out, Device& device, Device::Stream stream);
 
+// Adds up what several wires of a sparse codec say, in order, and finishes the sum.
+void gpu_sum(const Coding& coding, const Wires& wires, Finish finish, int64_t count, float* out,
+             Device& device, Device::Stream stream);
+
 // Multiplies floats of 16 bits, as floats, and rounds once.
 void gpu_scale(DType dtype, void* data, int64_t count, float factor, Device& device,
                Device::Stream stream);

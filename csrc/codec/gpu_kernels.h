@@ -3,7 +3,7 @@
 //   kThreads, blocks(count)      threads of a block, and how many of those blocks there is work for
 //   kAtOnce                      blocks that a multiprocessor has registers for, at least
 //   shared_nbytes(shape)         memory that the threads of a block share
-//   encode, decode, add_up       what one of the threads does
+//   encode, decode, add_up       what one of the threads does; of sparse codecs sum, too
 #pragma once
 
 #include <algorithm>
@@ -25,6 +25,7 @@ struct Kernels {
   void (*decode)(const Coding&, const char*, int64_t, float*, Device::Stream);
   void (*add_up)(const Coding&, const Wires&, Finish, float*, int64_t, char*, float*,
                  Device::Stream);
+  void (*sum)(const Coding&, const Wires&, Finish, int64_t, float*, Device::Stream);  // or null
 };
 const Kernels* value_kernels(const std::string& name);
 const Kernels* topk_kernels(const std::string& name);
@@ -116,6 +117,11 @@ __global__ void __launch_bounds__(K::kThreads, K::kAtOnce)
                   uint8_t* wire, float* out) {
   K::add_up(shape, wires, finish, residual, wire, out);
 }
+template <class K>
+__global__ void __launch_bounds__(K::kThreads, K::kAtOnce)
+    sum_kernel(typename K::Shape shape, Wires wires, Finishing finish, float* out) {
+  K::sum(shape, wires, finish, out);
+}
 
 template <class K>
 struct Launch {
@@ -143,11 +149,19 @@ struct Launch {
     launch(add_up_kernel<K>, coding, count, stream, wires, Finishing(f), residual,
            reinterpret_cast<uint8_t*>(wire), out);
   }
+  static void sum(const Coding& coding, const Wires& wires, Finish f, int64_t count, float* out,
+                  Device::Stream stream) {
+    launch(sum_kernel<K>, coding, count, stream, wires, Finishing(f), out);
+  }
 };
 
 template <class K>
 constexpr Kernels kernels(const char* name) {
-  return {name, Launch<K>::encode, Launch<K>::decode, Launch<K>::add_up};
+  return {name, Launch<K>::encode, Launch<K>::decode, Launch<K>::add_up, nullptr};
+}
+template <class K>
+constexpr Kernels sparse_kernels(const char* name) {
+  return {name, Launch<K>::encode, Launch<K>::decode, Launch<K>::add_up, Launch<K>::sum};
 }
 
 template <size_t N>

@@ -91,18 +91,27 @@ struct Chunks {
       encode_chunk<V>(warp, desk, c.n, c.kept, c.coded_nbytes, wire + c.at, out + c.begin, lost);
     });
   }
+  __device__ static void sum(const Shape& shape, const Wires& wires, Finishing finish, float* out) {
+    for_each(shape, [&](const GpuWarp& warp, const Desk& desk, const Chunk& c) {
+      fill(warp, desk, c.n, [](int) { return 0.0f; });
+      for (int k = 0; k < wires.count; ++k)
+        add_chunk<V, true>(warp, desk, c.n, c.kept, c.coded_nbytes, wire_of(wires, k) + c.at);
+      for (int i = warp.lane(); i < c.n; i += kLanes) out[c.begin + i] = finish(desk.chunk[i]);
+      warp.sync();
+    });
+  }
 };
 
 }  // namespace
 
 const Kernels* topk_kernels(const std::string& name) {
   static constexpr Kernels table[] = {
-      kernels<Chunks<KeptSingles<Float>>>("raw"),
-      kernels<Chunks<KeptSingles<Half>>>("fp16"),
-      kernels<Chunks<KeptSingles<BrainHalf>>>("bf16"),
-      kernels<Chunks<KeptBlocks<MinMaxU8>>>("minmax_u8"),
-      kernels<Chunks<KeptBlocks<MinMaxU4>>>("minmax_u4"),
-      kernels<Chunks<KeptBlocks<Fp8E4M3>>>("fp8_e4m3"),
+      sparse_kernels<Chunks<KeptSingles<Float>>>("raw"),
+      sparse_kernels<Chunks<KeptSingles<Half>>>("fp16"),
+      sparse_kernels<Chunks<KeptSingles<BrainHalf>>>("bf16"),
+      sparse_kernels<Chunks<KeptBlocks<MinMaxU8>>>("minmax_u8"),
+      sparse_kernels<Chunks<KeptBlocks<MinMaxU4>>>("minmax_u4"),
+      sparse_kernels<Chunks<KeptBlocks<Fp8E4M3>>>("fp8_e4m3"),
   };
   return find(table, name);
 }

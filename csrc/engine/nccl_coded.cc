@@ -38,28 +38,37 @@ struct Parts {
 
 bool can_code_on_device(const std::string& codec, DType dtype) {
   const Coding coding = parse_coding(codec);
-  return float_like(dtype) && !coding.codec->sparse && gpu_codes(coding);
+  return float_like(dtype) && gpu_codes(coding);
 }
 
-void allreduce_coded(const OnDevice& on, const Job& job) {
+namespace {
+
+// Everyone gets everyone's wire, see collective/sparse.cc.
+void allreduce_sparse(const OnDevice& on, const Job& job, float* data, int64_t count) {
   const Coding& coding = *job.coding;
-  const Fragment& all = job.fragments.at(0);
-  const auto me = static_cast<size_t>(on.me);
-  const Parts parts(coding, all.count, on.size);
-  const int64_t mine = parts.nbytes[me];
-
-  auto* data = reinterpret_cast<float*>(all.out);
-  const bool half = job.dtype != DType::kF32;
-  if (half) {
-    data = reinterpret_cast<float*>(on.borrow(static_cast<size_t>(all.count) * sizeof(float)));
-    gpu_decode(half_coding(job.dtype), all.in, all.count, data, on.device, on.stream);
-  } else if (all.in != all.out) {
-    on.device.copy(all.out, all.in, static_cast<size_t>(all.count) * sizeof(float), on.stream);
+  const int64_t wire = coding.wire_nbytes(count), stride = (wire + kPlace - 1) / kPlace * kPlace;
+  const bool densely = on.size * wire > 2 * 4 * count;
+  char* wires = on.borrow(static_cast<size_t>(densely ? stride : stride * on.size));
+  char* mine = densely ? wires : wires + on.me * stride;
+  gpu_encode(coding, data, job.kept[0], count, mine, on.device, on.stream);
+  if (densely) {
+    gpu_decode(coding, mine, count, data, on.device, on.stream);
+    return on.nccl.allreduce({{data, data, count}}, DType::kF32, {job.op, job.finish.factor});
   }
+  on.nccl.allgather(mine, wires, NcclGroup::Counts(static_cast<size_t>(on.size), stride),
+                    DType::kU8);
+  gpu_sum(coding, {wires, stride, on.size}, job.finish, count, data, on.device, on.stream);
+}
 
+// Who adds up a part gets everyone's wire of it, and encodes the sum, see collective/compressed.cc.
+void allreduce_parts(const OnDevice& on, const Job& job, float* data, int64_t count) {
+  const Coding& coding = *job.coding;
+  const auto me = static_cast<size_t>(on.me);
+  const Parts parts(coding, count, on.size);
+  const int64_t mine = parts.nbytes[me];
   char* said = on.borrow(static_cast<size_t>(parts.total_nbytes));
   char* heard = on.borrow(static_cast<size_t>(mine * on.size));
-  gpu_encode(coding, data, job.kept[0], all.count, said, on.device, on.stream);
+  gpu_encode(coding, data, job.kept[0], count, said, on.device, on.stream);
   on.nccl.alltoall(said, heard, parts.nbytes, std::vector<int64_t>(parts.nbytes.size(), mine),
                    DType::kU8);
 
@@ -68,7 +77,22 @@ void allreduce_coded(const OnDevice& on, const Job& job) {
   gpu_add_up(coding, {heard, mine, on.size}, job.finish, lost, parts.counts[me],
              result + parts.at[me], data + parts.begins[me], on.device, on.stream);
   on.nccl.allgather(result + parts.at[me], result, parts.nbytes, DType::kU8);
-  gpu_decode(coding, result, all.count, data, on.device, on.stream);
+  gpu_decode(coding, result, count, data, on.device, on.stream);
+}
+
+}  // namespace
+
+void allreduce_coded(const OnDevice& on, const Job& job) {
+  const Fragment& all = job.fragments.at(0);
+  auto* data = reinterpret_cast<float*>(all.out);
+  const bool half = job.dtype != DType::kF32;
+  if (half) {
+    data = reinterpret_cast<float*>(on.borrow(static_cast<size_t>(all.count) * sizeof(float)));
+    gpu_decode(half_coding(job.dtype), all.in, all.count, data, on.device, on.stream);
+  } else if (all.in != all.out) {
+    on.device.copy(all.out, all.in, static_cast<size_t>(all.count) * sizeof(float), on.stream);
+  }
+  (job.coding->codec->sparse ? allreduce_sparse : allreduce_parts)(on, job, data, all.count);
   if (half)
     gpu_encode(half_coding(job.dtype), data, nullptr, all.count, all.out, on.device, on.stream);
 }

@@ -75,13 +75,14 @@ Wires at_equal_distances(const std::vector<const char*>& wires) {
 }
 
 // Adds up what wires say, in order, and divides the sum by their number: what one rank does for all
-// in an allreduce.
+// in an allreduce. Without a wire of the result, as a sparse codec goes, that is all.
 void average(const Coding& c, const std::vector<py::object>& wires, const py::object& wire,
              const py::object& values, const py::object& residual) {
   const Operand out(values, DType::kF32, 0);
   const int64_t count = out.plain.count();
-  const Operand to(wire, DType::kU8, c.wire_nbytes(count)),
+  const Operand to(wire, DType::kU8, c.wire_nbytes(count), true),
       lost(residual, DType::kF32, count, true);
+  const bool is_all = wire.is_none();
   Finish finish;
   finish.divisor = static_cast<double>(wires.size());
   std::vector<const char*> said;
@@ -91,10 +92,14 @@ void average(const Coding& c, const std::vector<py::object>& wires, const py::ob
     device_of_all({&out, &from});
     said.push_back(from.plain.data);
   }
+  if (device && is_all)
+    return gpu_sum(c, at_equal_distances(said), finish, count, out.values(), *device,
+                   current_stream(*device));
   if (device)
     return gpu_add_up(c, at_equal_distances(said), finish, lost.values(), count, to.plain.data,
                       out.values(), *device, current_stream(*device));
   c.add_up(said, finish, count, out.values());
+  if (is_all) return;
   c.encode_rest(out.values(), lost.values(), count, to.plain.data);
   c.decode(to.plain.data, count, out.values());
 }

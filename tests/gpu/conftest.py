@@ -1,13 +1,15 @@
 """Tests of what is done on a GPU, by one rank and by two that share it.
 
-Where there is no GPU they are skipped, and say so; those that ask for `gpu`, the device, also run
-where one is pretended.
+With OWN_GPU=1, each of the two has one of its own. Where there is no GPU they are skipped, and say
+so; those that ask for `gpu`, the device, also run where one is pretended.
 """
 
 import os
 
 import pytest
 import torch
+
+from gpu.own import has_own
 
 
 def pytest_collection_modifyitems(items):
@@ -24,7 +26,10 @@ def hvd():
     import bagua.torch
 
     # Where a GPU is pretended, tests that want none of this run in the same processes.
-    bagua.torch.init(**({"allow_shared_gpu": True} if torch.cuda.is_available() else {}))
+    shares = torch.cuda.is_available() and not has_own()
+    bagua.torch.init(**({"allow_shared_gpu": True} if shares else {}))
+    if has_own():
+        torch.cuda.set_device(bagua.torch.local_rank())
     return bagua.torch
 
 

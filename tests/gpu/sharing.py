@@ -11,6 +11,7 @@ import torch
 from bagua.common.config import nccl_shares_gpu
 from bagua.common.core import core
 from bagua.common.nccl import FIRST_THAT_SHARES, library_path, nccl_version
+from gpu.own import has_own
 
 
 def missing() -> Optional[str]:
@@ -25,8 +26,8 @@ def missing() -> Optional[str]:
 
 
 def has_nccl(hvd) -> bool:
-    """Whether these ranks, who share a GPU, go by NCCL."""
-    if hvd.size() == 1:
+    """Whether these ranks go by NCCL, which those who share a GPU have to tell it."""
+    if hvd.size() == 1 or has_own():
         return nccl_version() != ()
     return nccl_shares_gpu() and missing() is None
 

@@ -110,16 +110,27 @@ def test_finite_values_become_the_same_bytes(codec, count, seed):
         assert torch.equal(gpu_wire.cpu(), wire)
 
 
+def at_equal_distances(wires, device):
+    stride = -(-wires[0].numel() // 4) * 4  # a wire begins at a multiple of 4 bytes
+    rows = torch.zeros(len(wires), stride, dtype=torch.uint8, device=device)
+    return [row[: one.numel()].copy_(one) for row, one in zip(rows, wires)]
+
+
 def averages(coding, wires, count, keeps):
     """By a CPU and by a GPU: the wire, what it says, and what it loses."""
     for device in ("cpu", "cuda"):
         wire = torch.zeros_like(wires[0], device=device)
         values, lost = (torch.zeros(count, device=device) for _ in range(2))
-        stride = -(-wires[0].numel() // 4) * 4  # a wire begins at a multiple of 4 bytes
-        rows = torch.zeros(len(wires), stride, dtype=torch.uint8, device=device)
-        given = [row[: one.numel()].copy_(one) for row, one in zip(rows, wires)]
+        given = at_equal_distances(wires, device)
         coding.average(given, wire, values, residual=lost if keeps else None)
         yield wire, values, lost
+
+
+def sums(coding, wires, count):
+    for device in ("cpu", "cuda"):
+        values = torch.zeros(count, device=device)
+        coding.average(at_equal_distances(wires, device), None, values)
+        yield values
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -133,6 +144,9 @@ def test_adds_up_alike(codec, nwires, draw, seed):
         wire = torch.zeros(coding.wire_nbytes(count), dtype=torch.uint8)
         coding.encode(draw(count, seed), wire)
         wires.append(wire)
+    if codec[0] == "topk":
+        on_cpu, on_gpu = sums(coding, wires, count)
+        assert_same_values(on_gpu, on_cpu)
     for keeps in (False, True):
         on_cpu, on_gpu = averages(coding, wires, count, keeps)
         if draw is finite_values:

@@ -73,6 +73,22 @@ def test_moves(hvd):
     assert torch.equal(received, block[2 * me : 2 * me + 2].repeat(n, 1))
 
 
+def test_results_belong_to_torch(hvd):
+    side = torch.cuda.Stream()
+    rows = torch.full((1_000_000,), 2.0, device="cuda")
+    result = hvd.allgather(rows)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        spin()
+        twice = result * 2
+    result.record_stream(side)  # which still reads, though nobody has it any more
+    del result
+    for _ in range(3):
+        hvd.allgather(rows.fill_(9))
+    side.synchronize()
+    assert (twice == 4).all()
+
+
 def test_tensors_of_both_kinds_in_one_call(hvd):
     pair = [torch.ones(5, device="cuda"), torch.ones(7)]
     first, second = hvd.grouped_allreduce(pair, op=hvd.Sum)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bagua.algorithms import Algorithm, find, names
+from gpu.own import has_own
 
 pytestmark = pytest.mark.ranks(1, 2)
 
@@ -99,7 +100,8 @@ def test_a_model_in_two_places(hvd):
 
 
 @pytest.mark.ranks(2)
-def test_two_ranks_on_one_gpu_are_told(hvd, monkeypatch):
+@pytest.mark.skipif(has_own(), reason="each rank has a GPU of its own")
+def test_two_ranks_on_one_gpu_are_told(hvd):
     from bagua.common.world import world
 
     object.__setattr__(world().config, "allow_shared_gpu", False)
