@@ -27,7 +27,7 @@ ifneq ($(words $(CURDIR)),1)
 $(error the path of this clone, $(CURDIR), has a space, which MPI's compiler wrapper cannot cope with; move it)
 endif
 
-.PHONY: help dev demo test test-csrc test-python test-slow test-arm test-gpu sanitize-gpu test-mpi test-hosts test-pretended test-parallel lint format sanitize bench bench-agreement clean googletest
+.PHONY: help dev demo test test-csrc test-python test-slow test-arm test-gpu sanitize-gpu test-hosts test-pretended test-parallel lint format sanitize bench bench-agreement clean googletest
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -67,10 +67,6 @@ test-arm: $(STAMP)/tools googletest ## C++ tests of kernels, codecs and collecti
 # memory being given back before it is used again, which a device's is not.
 test-pretended: dev ## tests of the frontend whose tensors are taken for those of a device
 	@PRETEND_GPU=1 $(BIN)/python -m pytest tests/torch tests/gpu/test_every_operation.py -k 'np2 and not late_contribution_elsewhere and not nobody_waits_for'
-
-# All but what rests on ranks sharing a machine: those that share no memory count as a machine each.
-test-mpi: dev ## tests of the frontend whose ranks exchange everything by messages
-	@BAGUA_TRANSPORT=mpi $(BIN)/python -m pytest tests/torch -k 'np3 and not on_one_machine'
 
 # All but what rests on a single machine: what is exact there, and large gradients, which are not
 # exchanged where they are if ranks must show them to each other.

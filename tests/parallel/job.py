@@ -31,7 +31,11 @@ class ItemResult:
 
 class Job:
     def __init__(
-        self, config: pytest.Config, layout: Layout, items: list[tuple[str, float]]
+        self,
+        config: pytest.Config,
+        layout: Layout,
+        items: list[tuple[str, float]],
+        env: dict[str, str],
     ) -> None:
         """`items` are node ids and their timeouts, in the order in which they will be asked for."""
         self.config, self.layout, self.n = config, layout, count(layout)
@@ -48,7 +52,7 @@ class Job:
             self.processes = MpiProcesses.start(
                 command + self.pytest_command(),
                 None if config.getoption("rank_output") else output,
-                {DIRECTORY: str(self.directory)},
+                {**env, DIRECTORY: str(self.directory)},
             )
 
     def pytest_command(self) -> list[str]:

@@ -30,6 +30,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "ranks(*counts, timeout_s=60): run the test on each of these numbers of MPI ranks; a tuple "
         "has those of several hosts, which are network namespaces",
     )
+    config.addinivalue_line(
+        "markers", "rank_env(NAME='value'): variables of the ranks' environment"
+    )
     if directory := os.environ.get(DIRECTORY):
         from .worker import Worker
 
@@ -78,18 +81,24 @@ def layout_of(item: pytest.Item) -> Layout:
     return item.callspec.params["ranks"] if item.get_closest_marker("ranks") else 0  # type: ignore
 
 
-def order_of(item: pytest.Item) -> tuple[int, tuple[int, ...]]:
+def env_of(item: pytest.Item) -> dict[str, str]:
+    return {
+        name: value for mark in item.iter_markers("rank_env") for name, value in mark.kwargs.items()
+    }
+
+
+def order_of(item: pytest.Item) -> tuple[int, tuple[int, ...], list[tuple[str, str]]]:
     layout = layout_of(item)
-    return count(layout), () if isinstance(layout, int) else layout
+    return count(layout), () if isinstance(layout, int) else layout, sorted(env_of(item).items())
 
 
 class Jobs:
-    """Runs the marked items. They are sorted by ranks, so one job at a time is alive."""
+    """Runs the marked items. They are sorted by jobs, so one of those at a time is alive."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.job: Job | None = None
-        self.unusable: dict[Layout, str] = {}  # ranks: why no job of them gets ready
+        self.unusable: dict[str, str] = {}  # job: why none like it gets ready
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -111,24 +120,24 @@ class Jobs:
         return True
 
     def result(self, item: pytest.Item, layout: Layout) -> ItemResult:
-        if layout in self.unusable:
-            return ItemResult({}, self.unusable[layout])
+        env, order = env_of(item), order_of(item)
+        kind = repr(order)
+        if kind in self.unusable:
+            return ItemResult({}, self.unusable[kind])
         if self.job is None or self.job.over or item.nodeid not in self.job.nodeids:
             self.close()
             rest = item.session.items[item.session.items.index(item) :]
             items = [
-                (other.nodeid, self.timeout_s(other))
-                for other in rest
-                if layout_of(other) == layout
+                (other.nodeid, self.timeout_s(other)) for other in rest if order_of(other) == order
             ]
             try:
-                self.job = Job(self.config, layout, items)
+                self.job = Job(self.config, layout, items, env)
             except subprocess.CalledProcessError as error:  # of `ip` or `tc`
-                self.unusable[layout] = f"hosts could not be made: {error}"
-                return ItemResult({}, self.unusable[layout])
+                self.unusable[kind] = f"hosts could not be made: {error}"
+                return ItemResult({}, self.unusable[kind])
         result = self.job.result(item.nodeid)
         if not self.job.ready:
-            self.unusable[layout] = result.trouble
+            self.unusable[kind] = result.trouble
         return result
 
     def timeout_s(self, item: pytest.Item) -> float:

@@ -53,6 +53,35 @@ def test_here():
     assert ran == ["ran.1.0", "ran.2.0", "ran.2.1", "ran.3.0", "ran.3.1", "ran.3.2", "ran.here"]
 
 
+def test_an_environment_is_that_of_a_job_of_its_own(run, pytester):
+    result = run("""
+def seen(number):
+    open(f"seen.{number}.{os.environ.get('GIVEN')}.{os.getppid()}", "w").close()
+
+@pytest.mark.ranks(1)
+@pytest.mark.rank_env(GIVEN="given")
+def test_first():
+    seen(1)
+
+@pytest.mark.ranks(1)
+def test_second():
+    seen(2)
+
+@pytest.mark.ranks(1)
+@pytest.mark.rank_env(GIVEN="given")
+def test_third():
+    seen(3)
+""")
+    result.assert_outcomes(passed=3)
+    seen = sorted(path.name.split(".")[1:] for path in pytester.path.glob("seen.*"))
+    assert [(number, given) for number, given, _ in seen] == [
+        ("1", "given"),
+        ("2", "None"),
+        ("3", "given"),
+    ]
+    assert seen[0][2] == seen[2][2] != seen[1][2]
+
+
 ON_HOSTS = """
 import socket
 

@@ -9,6 +9,15 @@ from common.everyone import FAMILIES
 hvd, everyone = fixtures.hvd, fixtures.everyone
 
 
+def pytest_collection_modifyitems(items):
+    """Three ranks exchange everything by messages, other numbers of them by shared memory."""
+    for item in items:
+        if "/tests/torch/" not in item.path.as_posix() or not hasattr(item, "callspec"):
+            continue
+        if item.callspec.params.get("ranks") == 3 and "on_one_machine" not in item.name:
+            item.add_marker(pytest.mark.rank_env(BAGUA_TRANSPORT="mpi"))
+
+
 @pytest.fixture(params=list(FAMILIES))
 def dtypes(request):
     """Element types of one family; the last one printed is the one that failed."""

@@ -15,7 +15,7 @@ from bagua.algorithms import names
 
 pytestmark = pytest.mark.slow
 
-SHAPES = [(512, 1024), (1024, 512)]
+SHAPES = [(256, 512), (512, 256)]
 COUNT = sum(rows * columns for rows, columns in SHAPES)
 ROUND = 4  # steps, of local_sgd and diloco
 LOW_RANK = 2
