@@ -73,7 +73,7 @@ INSTANTIATE_TEST_SUITE_P(Collectives, Hierarchical,
                                          Layout{5, 5, 5, 5, 2, 2, 2}));
 
 TEST_P(Hierarchical, SumsAndAveragesOverUnequalNodes) {
-  for (const int64_t count : {0, 1, 2, 1000, 300000})
+  for (const int64_t count : std::vector<int64_t>{0, 1, 2, 1000, scaled(300'000)})
     for (const bool arenas : {false, true}) {
       check(count, ReduceOp::kSum, arenas);
       check(count, ReduceOp::kAverage, arenas);
@@ -110,7 +110,7 @@ TEST_P(Hierarchical, LeadersDoAsTheyAreTold) {
 }
 
 TEST_P(Hierarchical, ReducesHalvesAndIntegers) {
-  for (const int64_t count : {1, 1000, 300000})
+  for (const int64_t count : std::vector<int64_t>{1, 1000, scaled(300'000)})
     for (const DType dtype : {DType::kF16, DType::kI32}) {
       check(count, ReduceOp::kSum, true, dtype);
       check(count, ReduceOp::kMax, false, dtype);
@@ -174,7 +174,7 @@ TEST(HierarchicalHalves, ReachAsFarAsFloat16) {
 }
 
 TEST_P(Hierarchical, SendsAsIfEachNodeWereOneRank) {
-  const int64_t count = 840 * 1000;  // divisible by every number of leaders and nodes
+  const int64_t count = 840 * scaled(1000);  // divisible by every number of leaders and nodes
   const auto k = static_cast<int64_t>(node_count());
   EXPECT_EQ(check(count, ReduceOp::kSum, true), 2 * (k - 1) * count * 4);
   for (const DType dtype : {DType::kF16, DType::kBF16})
