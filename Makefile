@@ -121,11 +121,13 @@ NOT_FOR_TSAN := $(BETWEEN_OTHERS)|^(Gpu)?Codecs|^Dots|^Half|^Reduce|^Stream|^Thi
 sanitize: $(STAMP)/tools googletest ## the C++ tests under AddressSanitizer+UBSan and ThreadSanitizer
 	@$(call build,build/asan,-DBAGUA_SANITIZE=address$(comma)undefined)
 	$(call build,build/tsan,-DBAGUA_SANITIZE=thread)
-	$(call ctest,build/asan,-E '$(BETWEEN_OTHERS)')
+	status=0
+	$(call ctest,build/asan,-E '$(BETWEEN_OTHERS)') || status=1
 	unshuffled="setarch $$(uname -m) -R"
 	$$unshuffled true 2>/dev/null || unshuffled=
 	export TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1
-	$(call ctest,build/tsan,-E '$(NOT_FOR_TSAN)',$$unshuffled)
+	$(call ctest,build/tsan,-E '$(NOT_FOR_TSAN)',$$unshuffled) || status=1
+	exit $$status
 
 bench: dev ## measure against the peers that are importable, and draw time against size
 	@$(PIP) -e '.[bench]' --no-build-isolation

@@ -78,6 +78,6 @@ def tell_what_is_exact(chosen: Algorithm, process_set: ProcessSet) -> None:
         warn(
             f"all ranks share a machine, where {chosen.name or 'this algorithm'} averages over all "
             "of them, exactly: its codec and its peers count between machines. To have them here, "
-            f"too, give algorithm={replace(chosen, hierarchical=False)!r}, or let ranks exchange "
-            "messages (bagua-run --transport mpi)",
+            "too, choose it with hierarchical=False, or let ranks exchange messages (bagua-run "
+            "--transport mpi)",
         )
