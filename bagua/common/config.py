@@ -139,7 +139,7 @@ class Config:
         agree=True,
     )
     allow_shared_gpu: bool = _setting(
-        False, "let several ranks train on one GPU, which makes none of them faster", agree=True
+        False, "let several ranks use one GPU, which makes none of them faster", agree=True
     )
     carriers: str = _setting(
         "auto",

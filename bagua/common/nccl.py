@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from bagua.common.core import core
-
 # A GPU among several ranks, if it is told to; csrc/engine/nccl_exchange.cc has it, too.
 FIRST_THAT_SHARES = (2, 30)
 
@@ -24,5 +22,7 @@ def library_path() -> str:
 
 def nccl_version() -> tuple[int, ...]:
     """Of the one that would be used; nothing without any."""
+    from bagua.common.core import core  # loads MPI, which a launcher does without
+
     text = core.nccl_found(library_path())
     return () if text.startswith("no NCCL") else tuple(map(int, text.split(".")))

@@ -56,11 +56,9 @@ std::string obstacle(const std::vector<Card>& cards) {
 
 std::string shared_gpu(int i, int j) {
   return "ranks " + std::to_string(i) + " and " + std::to_string(j) +
-         " compute on one GPU: call torch.cuda.set_device(bagua.torch.local_rank()) before "
-         "anything "
-         "is on one, give each rank one by bagua-run --own-gpu, start fewer ranks, or allow it "
-         "with "
-         "allow_shared_gpu (bagua-run --allow-shared-gpu)";
+         " compute on one GPU: call torch.cuda.set_device(bagua.torch.local_rank()) before the "
+         "first tensor is there, give each rank one by bagua-run --own-gpu, start fewer ranks, or "
+         "allow it with allow_shared_gpu (bagua-run --allow-shared-gpu)";
 }
 
 constexpr int kFirstThatShares = 23000;
@@ -102,7 +100,7 @@ NcclExchange::NcclExchange(const NcclLibrary* library, Device* device, const Con
 NcclExchange::~NcclExchange() {
   end_left(/*is_last=*/true);
   for (const bool hurries : {false, true}) {
-    ending_->hurries = hurries;
+    if (hurries) ending_->hurries = true;
     for (const double late_s = now_s() + kEndS; ending_->count > 0 && now_s() < late_s;)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -206,6 +204,8 @@ bool NcclExchange::is_coded(bool is_plain, bool exact_in_nodes) const {
 bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, Group& group,
                          const TellAll& tell_all) {
   group_ = &group;
+  const bool captured = requests[0]->description.captured;
+  if (groups_.count(set) == 0 && !captured) agree(set, tell_all);
   for (const RequestPtr& request : requests) {
     const Description& d = request->description;
     if (!fits(d)) return false;
@@ -213,8 +213,6 @@ bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, G
     if (coded && d.exact_in_nodes && group.on_shared_nodes())
       return false;  // exact inside the nodes only
   }
-  const bool captured = requests[0]->description.captured;
-  if (groups_.count(set) == 0 && !captured) agree(set, tell_all);
   const auto found = groups_.find(set);
   nccl_ = found == groups_.end() ? nullptr : found->second.get();
   if (!nccl_) return false;
@@ -357,8 +355,8 @@ void NcclExchange::end_left(bool is_last) {
       ++it;
       continue;
     }
-    const auto end = [group = std::shared_ptr<NcclGroup>(std::move(*it)), ending = ending_,
-                      is_last]() mutable {
+    auto end = [group = std::shared_ptr<NcclGroup>(std::move(*it)), ending = ending_,
+                is_last]() mutable {
       try {
         group->end(ending->hurries, is_last);
       } catch (const Error&) {  // the device is broken

@@ -31,7 +31,8 @@ class NcclExchange {
   ~NcclExchange();
 
   // Whether these go by NCCL, which all ranks decide alike: those of the set find out together, the
-  // first time, whether they can use it. If so what is run from now on is of these requests.
+  // first time, whether they can use it, and whether they may have the devices they have. If so
+  // what is run from now on is of these requests.
   bool begin(int32_t set, const std::vector<RequestPtr>& requests, Group& group,
              const TellAll& tell_all);
   // Why those of the set exchange nothing that is on a device, which is empty if they do.

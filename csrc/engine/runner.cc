@@ -237,15 +237,16 @@ void Runner::furnish(Request& request) {
 // Null if it cannot be, or they are in the host's memory.
 NcclExchange* Runner::nccl_for(int32_t set, const std::vector<RequestPtr>& requests, Group& group,
                                const Workbench& bench) {
-  if (!at_.config.nccl || !requests[0]->description.on_device) return nullptr;
+  if (!requests[0]->description.on_device) return nullptr;
   Device* device = requests[0]->device;  // none if this rank has joined and never had one
   if (!nccl_ || (device && !nccl_->device())) {
     std::string why_not;
-    const NcclLibrary* library = device ? device->nccl(at_.config.nccl_path, why_not) : nullptr;
+    const NcclLibrary* library = nullptr;
+    if (device && at_.config.nccl) library = device->nccl(at_.config.nccl_path, why_not);
     const auto tell = [this](LogLevel level, const std::string& text) {
       at_.log.write(level, text);
     };
-    const bool first_of_many = group.me() == 0 && group.size() > 1;
+    const bool first_of_many = at_.rank == 0 && at_.size > 1;
     if (!why_not.empty())
       tell(first_of_many ? LogLevel::kWarning : LogLevel::kInfo,
            "tensors on a GPU go through the host's memory, which is slow: " + why_not);

@@ -117,10 +117,9 @@ void NcclGroup::begin(const NcclId& id) {
 std::string NcclGroup::begun(const std::function<bool()>& pointless) {
   if (comm_ && begun_ == NcclResult::kInProgress)
     wait_until_([&] { return (begun_ = state()) != NcclResult::kInProgress || pointless(); });
-  if (begun_ == NcclResult::kSuccess && comm_) {
-    join();
-    return "";
-  }
+  int count = 0;
+  if (begun_ == NcclResult::kSuccess && comm_) begun_ = library_.comm_count(comm_, &count);
+  if (begun_ == NcclResult::kSuccess && comm_) return "";
   return std::string("ncclCommInitRankConfig: ") + library_.error_string(begun_);
 }
 

@@ -6,6 +6,7 @@ What goes by the host is refused; make test-gpu runs this both without NCCL and 
 import pytest
 import torch
 
+from bagua.algorithms import Algorithm
 from gpu.sharing import has_nccl
 
 pytestmark = pytest.mark.ranks(1, 2)
@@ -35,7 +36,9 @@ def draw_for(hvd):
     return lambda: torch.randn(16, 20, generator=generator)
 
 
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+@pytest.mark.parametrize(
+    "algorithm", ["gradient_allreduce", "bytegrad", Algorithm(codec="topk", density=0.1)]
+)
 def test_a_whole_step_is_captured_or_refused(hvd, algorithm):
     eager, graphed = Trained(hvd, algorithm), Trained(hvd, algorithm)
     draw = draw_for(hvd)

@@ -8,7 +8,12 @@ from gpu.own import has_own
 
 pytestmark = pytest.mark.ranks(1, 2)
 
-EXTRA = {"minmax_u4": Algorithm(codec="minmax_u4"), "sign1": Algorithm(codec="sign1")}
+EXTRA = {
+    "minmax_u4": Algorithm(codec="minmax_u4"),
+    "sign1": Algorithm(codec="sign1"),
+    "sparse": Algorithm(codec="topk", density=0.1, error_feedback=True),
+    "dense": Algorithm(codec="topk", density=0.9, error_feedback=True),
+}
 
 
 def trained(hvd, algorithm, device, steps=6, amp=False, backend=None):

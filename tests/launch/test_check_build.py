@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from bagua.launch.check_build import _gpu_items
@@ -29,3 +32,16 @@ LOST = "no NCCL: libnccl.so.2: cannot open; pip install 'bagua[cuda]', for CUDA 
 def test_gpus_that_a_build_could_use(found, says):
     lines = _gpu_items(*found)
     assert [word in line for word, line in zip(says, lines)] == [True, True]
+
+
+def test_it_asks_for_the_extension_where_that_may_be_missing():
+    program = """
+import sys
+sys.modules["bagua._core"] = None
+import bagua.launch.run
+assert "mpi4py.MPI" not in sys.modules
+sys.argv[1:] = ["--check-build"]
+bagua.launch.run.main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "[ ] extension: " in done.stdout, done

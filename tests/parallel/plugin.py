@@ -82,9 +82,10 @@ def layout_of(item: pytest.Item) -> Layout:
 
 
 def env_of(item: pytest.Item) -> dict[str, str]:
-    return {
-        name: value for mark in item.iter_markers("rank_env") for name, value in mark.kwargs.items()
-    }
+    env: dict[str, str] = {}
+    for mark in reversed(list(item.iter_markers("rank_env"))):  # the closest one comes first
+        env |= mark.kwargs
+    return env
 
 
 def order_of(item: pytest.Item) -> tuple[int, tuple[int, ...], list[tuple[str, str]]]:

@@ -10,7 +10,7 @@ from bagua.algorithms import Algorithm, ByteGrad
 from bagua.algorithms.exchange import CODECS, LOSSY
 from bagua.common.world import world
 
-pytestmark = pytest.mark.ranks(1, 3)
+pytestmark = pytest.mark.ranks(1, 2, 3)
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])

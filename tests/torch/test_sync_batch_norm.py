@@ -159,7 +159,7 @@ def test_conversion_of_a_model(everyone, hvd):
     assert {name: t.data_ptr() for name, t in model.state_dict().items()} == state
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, 4)
 def test_in_a_process_set(everyone, hvd):
     process_set = hvd.add_process_set([0, 2])
     if everyone.me in (0, 2):

@@ -89,8 +89,9 @@ class FakeNccl {
         return join(comm);
       };
       l.finalize = [](Comm comm) {
+        note_use_of_device();
         ++finalized_;
-        return begin(comm, 3);
+        return begin(comm, never_ends_ ? 1 << 30 : 3);
       };
       l.destroy = [](Comm comm) {
         if (join(comm) != NcclResult::kSuccess) ++misused_;
@@ -120,6 +121,7 @@ class FakeNccl {
       l.send = send;
       l.recv = recv;
       l.create_scaled_sum = [](NcclOp* op, void* scalar, NcclType type, int, Comm comm) {
+        note_use_of_device();
         comm->factors.push_back(load(type, static_cast<const char*>(scalar), 0));
         *op = static_cast<NcclOp>(5 + comm->factors.size() - 1);
         return NcclResult::kSuccess;
@@ -169,6 +171,9 @@ class FakeNccl {
   static int misused() { return misused_; }
   static int finalized() { return finalized_; }
   static int destroyed() { return destroyed_; }
+  // Whether what is finalized never gets there.
+  static void hold_finalized(bool never) { never_ends_ = never; }
+  static int aborted() { return aborted_; }
   // Whether communicators take their time to be destroyed, as if the device were busy.
   static void hold_destroyed(bool held) { held_ = held; }
   // Of this thread: groups that have begun and not ended.
@@ -256,6 +261,7 @@ class FakeNccl {
   }
 
   static NcclResult abort(Comm comm) {
+    ++aborted_;
     ++under_abort_;
     comm->at_it = std::thread::id();
     {
@@ -433,7 +439,7 @@ class FakeNccl {
     return NcclResult::kSuccess;
   }
 
-  static inline std::atomic<int> calls_{0}, finalized_{0}, destroyed_{0}, together_{0};
+  static inline std::atomic<int> calls_{0}, finalized_{0}, destroyed_{0}, aborted_{0}, together_{0};
   static inline std::atomic<int> allocated_{0}, misused_{0}, under_abort_{0};
   static inline std::mutex registering_;
   // By its beginning; registering_.
@@ -442,7 +448,7 @@ class FakeNccl {
   // By stream; aborting_mutex_. Never freed: an abort may still be under way when the process ends.
   static inline auto& aborting_ = *new std::map<void*, int>;
   static inline std::atomic<NcclResult> fails_{NcclResult::kSuccess};
-  static inline std::atomic<bool> lonely_{false}, held_{false}, hang_{false};
+  static inline std::atomic<bool> lonely_{false}, held_{false}, hang_{false}, never_ends_{false};
   static inline std::atomic<Says> says_{Says::kAtOnce};
   static inline std::atomic<int> broken_{-1};
   static inline thread_local int depth_ = 0;

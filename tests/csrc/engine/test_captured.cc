@@ -73,12 +73,16 @@ TEST(Captured, IsDoneWheneverTheGraphIs) {
 }
 
 // What a codec needs on the way is not used by anybody else, and a bucket's memory stays.
-TEST(Captured, KeepsItsMemory) {
+class CapturedBuckets : public testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Captured, CapturedBuckets,
+                         testing::Values("minmax_u8", "topk", "topk:4000"));
+
+TEST_P(CapturedBuckets, KeepTheirMemory) {
   constexpr int64_t kCount = 20'011;
   GpuWorld world(2);
   world.run([&](int rank, Gpu& gpu, Engine& engine) {
     Description how;
-    how.codec = "minmax_u8";
+    how.codec = GetParam();
     const auto shared = world.ranks.engines[static_cast<size_t>(rank)];
     const auto make = [&](const char* name) {
       return std::make_unique<Bucket>(shared, name, DType::kF32, std::vector<int64_t>{kCount}, how,

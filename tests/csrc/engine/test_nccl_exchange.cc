@@ -556,6 +556,7 @@ TEST(NcclExchange, WhatRemovedSetsLeaveGoesInIdleTime) {
   while (FakeNccl::destroyed() < before + 6 && now_s() < late_s) std::this_thread::yield();
   EXPECT_EQ(FakeNccl::destroyed(), before + 6);
   EXPECT_EQ(FakeNccl::finalized(), finalized + 6);
+  EXPECT_EQ(FakeNccl::misused(), 0);
 }
 
 // It may have had its first tensor on a device in the decision in which it has joined.

@@ -144,6 +144,22 @@ TEST(NcclFailure, AnAbortThatHangsKeepsNobodyWaiting) {
   FakeNccl::hang_aborts(false);
 }
 
+// Nor is any destroyed then, for which NCCL may wait for the other ranks.
+TEST(NcclFailure, AnEndThatDoesNotComeIsAborted) {
+  const int aborted = FakeNccl::aborted(), destroyed = FakeNccl::destroyed();
+  for (const bool never : {true, false}) {
+    FakeNccl::hold_finalized(never);
+    GpuWorld world(2);
+    world.run([&](int, Gpu& gpu, Engine& engine) {
+      std::vector<float>& values = gpu.lasting(1000);
+      gpu.compute(values, 1);
+      gpu.exchange(engine, allreduce_of("x", values), values);
+    });
+  }
+  EXPECT_EQ(FakeNccl::aborted(), aborted + 4);
+  EXPECT_EQ(FakeNccl::destroyed(), destroyed);
+}
+
 // The thread that begins it writes down the communicator in the end: a sanitizer would tell.
 TEST(NcclFailure, WhatIsGivenUpWhileItBeginsMayEndLater) {
   FakeNccl::hang_aborts(true);
