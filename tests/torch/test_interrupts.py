@@ -205,12 +205,12 @@ def interrupt_each(everyone, hvd, training, stride: int) -> None:
 def test_gradients(everyone, hvd, algorithm, overlap, set_to_none, monkeypatch):
     monkeypatch.setattr(world(), "overlaps", lambda busy_threads: overlap)
     training = Gradients(everyone, hvd, algorithm, set_to_none)
-    interrupt_each(everyone, hvd, training, 23)
+    interrupt_each(everyone, hvd, training, 47)
 
 
 @pytest.mark.parametrize("algorithm", WEIGHTS, ids=name_of)
 def test_averages_of_weights(everyone, hvd, algorithm):
-    stride = 29 if algorithm.when == "background" else 13
+    stride = 59 if algorithm.when == "background" else 29
     interrupt_each(everyone, hvd, Weights(everyone, hvd, algorithm, True), stride)
 
 
@@ -224,10 +224,10 @@ SWITCHES = [
 
 @pytest.mark.parametrize("algorithms", SWITCHES, ids=lambda pair: "-".join(map(name_of, pair)))
 def test_another_algorithm(everyone, hvd, algorithms):
-    stride = 67 if algorithms[0].when == "background" else 31
+    stride = 97 if algorithms[0].when == "background" else 61
     interrupt_each(everyone, hvd, Switches(everyone, hvd, algorithms), stride)
 
 
 @pytest.mark.parametrize("algorithm", [GradientAllreduce(), LocalSGD(every=1)], ids=name_of)
 def test_a_parameter_that_is_added(everyone, hvd, algorithm):
-    interrupt_each(everyone, hvd, Grows(everyone, hvd, algorithm, True), 31)
+    interrupt_each(everyone, hvd, Grows(everyone, hvd, algorithm, True), 61)
