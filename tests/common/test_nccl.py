@@ -15,6 +15,7 @@ FUNCTIONS = [
     "GetUniqueId",
     "CommInitRankConfig",
     "CommGetAsyncError",
+    "CommCount",
     "CommFinalize",
     "CommAbort",
     "CommDestroy",
