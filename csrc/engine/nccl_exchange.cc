@@ -34,18 +34,25 @@ bool undecided(const std::vector<Card>& cards) {
   return std::any_of(cards.begin(), cards.end(), [](const Card& card) { return card.version < 0; });
 }
 
-// Two of those who have one GPU, or nobody.
-std::pair<size_t, size_t> sharers(const std::vector<Card>& cards) {
+// Two who have one GPU, of whom `minds` holds, or nobody.
+template <class Minds>
+std::pair<size_t, size_t> sharers(const std::vector<Card>& cards, Minds&& minds) {
   for (size_t j = 0; j < cards.size(); ++j)
     for (size_t i = 0; i < j; ++i)
-      if (std::memcmp(cards[i].gpu, cards[j].gpu, sizeof cards[i].gpu) == 0) return {i, j};
+      if (std::memcmp(cards[i].gpu, cards[j].gpu, sizeof cards[i].gpu) == 0 &&
+          minds(cards[i], cards[j]))
+        return {i, j};
   return {};
+}
+std::pair<size_t, size_t> sharers(const std::vector<Card>& cards) {
+  return sharers(cards, [](const Card&, const Card&) { return true; });
 }
 
 // Why not, or nothing.
 std::string obstacle(const std::vector<Card>& cards) {
-  const auto [i, j] = sharers(cards);
-  if (i != j && !(cards[i].shares && cards[j].shares))
+  const auto [i, j] =
+      sharers(cards, [](const Card& a, const Card& b) { return a.shares == 0 || b.shares == 0; });
+  if (i != j)
     return "two ranks have one GPU, which takes NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1";
   for (const Card& card : cards) {
     if (card.version == 0) return "not all ranks have it, or it does not work on one";

@@ -123,12 +123,17 @@ class LoopbackWorld {
   // With `node_of`, the node of each rank, those of a node share memory.
   explicit LoopbackWorld(int size, const Config& config = quiet_config(),
                          const NodeOf& node_of = {})
-      : hub(size, node_of), board(size) {
+      : LoopbackWorld(std::vector<Config>(static_cast<size_t>(size), config), node_of) {}
+  // Settings of each rank; most have to agree, which nobody checks here.
+  explicit LoopbackWorld(const std::vector<Config>& configs, const NodeOf& node_of = {})
+      : hub(static_cast<int>(configs.size()), node_of), board(static_cast<int>(configs.size())) {
+    const auto size = static_cast<int>(configs.size());
     std::vector<std::string> names;
     for (int rank = 0; rank < size; ++rank) names.push_back("host h" + std::to_string(rank));
     for (int rank = 0; rank < size; ++rank)
       engines.push_back(std::make_shared<Engine>(
-          config, std::make_unique<GatedTransport>(hub.connect(rank), gates.emplace_back()),
+          configs[static_cast<size_t>(rank)],
+          std::make_unique<GatedTransport>(hub.connect(rank), gates.emplace_back()),
           board.connect(rank), names));
   }
   explicit LoopbackWorld(const NodeOf& node_of) : LoopbackWorld(node_of, quiet_config(node_of)) {}

@@ -125,6 +125,24 @@ TEST(NcclExchange, RanksThatHaveOneGpu) {
   }
 }
 
+// The first two may, but not with the third.
+TEST(NcclExchange, OneOfThoseWhoHaveOneGpuWasNotTold) {
+  std::vector<Config> configs(3, quiet_config());
+  configs[0].nccl_shares_gpu = configs[1].nccl_shares_gpu = true;
+  const int before = FakeNccl::calls();
+  std::vector<std::unique_ptr<Gpu>> gpus;
+  LoopbackWorld world(configs);
+  for (size_t i = 0; i < configs.size(); ++i) gpus.push_back(std::make_unique<Gpu>());
+  world.run([&](int rank) {
+    Gpu& gpu = *gpus[static_cast<size_t>(rank)];
+    gpu.device.be("that of all ranks");
+    std::vector<float>& values = gpu.lasting(1000);
+    gpu.compute(values, 1);
+    EXPECT_EQ(gpu.exchange(world[rank], allreduce_of("x", values), values), all(values.size(), 3));
+  });
+  EXPECT_EQ(FakeNccl::calls(), before);
+}
+
 // Also where none of them has NCCL. What is in the host's memory goes on.
 TEST(NcclExchange, RanksThatHaveOneGpuByMistakeAreTold) {
   for (const bool has_nccl : {true, false}) {
