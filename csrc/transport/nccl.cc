@@ -117,8 +117,7 @@ void NcclGroup::begin(const NcclId& id) {
 std::string NcclGroup::begun(const std::function<bool()>& pointless) {
   if (comm_ && begun_ == NcclResult::kInProgress)
     wait_until_([&] { return (begun_ = state()) != NcclResult::kInProgress || pointless(); });
-  int count = 0;
-  if (begun_ == NcclResult::kSuccess && comm_) begun_ = library_.comm_count(comm_, &count);
+  if (begun_ == NcclResult::kSuccess && comm_) begun_ = join();
   if (begun_ == NcclResult::kSuccess && comm_) return "";
   return std::string("ncclCommInitRankConfig: ") + library_.error_string(begun_);
 }
@@ -196,9 +195,9 @@ NcclResult NcclGroup::state() {
 
 // Before 2.26 what a call has begun is the calling thread's until a function has asked for what the
 // communicator is, which the one for errors does not: any other communicator would come upon it.
-void NcclGroup::join() {
+NcclResult NcclGroup::join() {
   int count = 0;
-  expect(library_.comm_count(comm_, &count), "ncclCommCount");
+  return library_.comm_count(comm_, &count);
 }
 
 // A communicator that does not block may still be at it, mostly for as long as it takes NCCL to
@@ -214,7 +213,7 @@ void NcclGroup::finish(NcclResult result, const char* what) {
   }
   if (!is_ready) wait_until_(ready);
   expect(result, what);
-  join();
+  expect(join(), what);
 }
 
 void NcclGroup::register_memory(const std::shared_ptr<char>& memory, size_t nbytes) {

@@ -83,7 +83,7 @@ class NcclGroup {
   void expect(NcclResult result, const char* what);
   void finish(NcclResult result, const char* what);
   NcclResult state();
-  void join();
+  NcclResult join();
   // Together, all that `give` gives; nothing if it throws.
   void together(const std::function<void()>& give);
   // Calls give(operation) with the operation that reduces like this.
