@@ -36,6 +36,10 @@ void check_place(const Coding& coding, const char* wire) {
                      " begins at a multiple of " + std::to_string(place) + " bytes");
 }
 
+void check_places(const Coding& coding, const Wires& wires) {
+  for (int i = 0; i < wires.count; ++i) check_place(coding, wires.first + i * wires.stride);
+}
+
 std::vector<const char*> said_by(const Wires& wires) {
   std::vector<const char*> said;
   for (int i = 0; i < wires.count; ++i) said.push_back(wires.first + i * wires.stride);
@@ -71,6 +75,7 @@ void gpu_sum(const Coding& coding, const Wires& wires, Finish finish, int64_t co
              Device& device, Device::Stream stream) {
   if (!coding.codec->sparse) throw UsageError("what a dense codec sums up, it encodes");
   if (count == 0) return;
+  check_places(coding, wires);
   const auto on_host = [=] { coding.add_up(said_by(wires), finish, count, out); };
   if (device.works_on_host(stream, on_host)) return;
   device.as_current([&] { kernels_of(coding).sum(coding, wires, finish, count, out, stream); });
@@ -80,7 +85,7 @@ void gpu_add_up(const Coding& coding, const Wires& wires, Finish finish, float* 
                 int64_t count, char* wire, float* out, Device& device, Device::Stream stream) {
   if (count == 0) return;
   check_place(coding, wire);
-  for (int i = 0; i < wires.count; ++i) check_place(coding, wires.first + i * wires.stride);
+  check_places(coding, wires);
   const auto on_host = [=] {
     coding.add_up(said_by(wires), finish, count, out);
     coding.encode_rest(out, residual, count, wire);

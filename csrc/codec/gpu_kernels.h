@@ -161,7 +161,9 @@ constexpr Kernels kernels(const char* name) {
 }
 template <class K>
 constexpr Kernels sparse_kernels(const char* name) {
-  return {name, Launch<K>::encode, Launch<K>::decode, Launch<K>::add_up, Launch<K>::sum};
+  Kernels all = kernels<K>(name);
+  all.sum = Launch<K>::sum;
+  return all;
 }
 
 template <size_t N>

@@ -60,6 +60,14 @@ struct Chunks {
     warp.sync();
   }
 
+  // Makes the chunk what the wires say of it, in order.
+  __device__ static void add_all(const GpuWarp& warp, const Desk& desk, const Chunk& c,
+                                 const Wires& wires) {
+    fill(warp, desk, c.n, [](int) { return 0.0f; });
+    for (int k = 0; k < wires.count; ++k)
+      add_chunk<V, true>(warp, desk, c.n, c.kept, c.coded_nbytes, wire_of(wires, k) + c.at);
+  }
+
   __device__ static void encode(const Shape& shape, const float* in, float* residual,
                                 uint8_t* wire) {
     for_each(shape, [&](const GpuWarp& warp, const Desk& desk, const Chunk& c) {
@@ -81,9 +89,7 @@ struct Chunks {
                                 float* residual, uint8_t* wire, float* out) {
     for_each(shape, [&](const GpuWarp& warp, const Desk& desk, const Chunk& c) {
       float* lost = residual ? residual + c.begin : nullptr;
-      fill(warp, desk, c.n, [](int) { return 0.0f; });
-      for (int k = 0; k < wires.count; ++k)
-        add_chunk<V, true>(warp, desk, c.n, c.kept, c.coded_nbytes, wire_of(wires, k) + c.at);
+      add_all(warp, desk, c, wires);
       fill(warp, desk, c.n, [&](int i) {
         const float sum = finish(desk.chunk[i]);
         return lost ? sum + lost[i] : sum;
@@ -93,9 +99,7 @@ struct Chunks {
   }
   __device__ static void sum(const Shape& shape, const Wires& wires, Finishing finish, float* out) {
     for_each(shape, [&](const GpuWarp& warp, const Desk& desk, const Chunk& c) {
-      fill(warp, desk, c.n, [](int) { return 0.0f; });
-      for (int k = 0; k < wires.count; ++k)
-        add_chunk<V, true>(warp, desk, c.n, c.kept, c.coded_nbytes, wire_of(wires, k) + c.at);
+      add_all(warp, desk, c, wires);
       for (int i = warp.lane(); i < c.n; i += kLanes) out[c.begin + i] = finish(desk.chunk[i]);
       warp.sync();
     });
