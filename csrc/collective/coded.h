@@ -42,6 +42,12 @@ struct Stretch {
 std::vector<Stretch> stretches(const Coding& coding, int64_t begin, int64_t count,
                                int64_t step = 0);
 
+// Whether what a sparse codec keeps of so many values goes as an exact allreduce of all of them:
+// that takes fewer bytes then than everyone's wire for everyone.
+inline bool goes_densely(int size, int64_t wire_nbytes, int64_t count) {
+  return size * wire_nbytes > 2 * 4 * count;
+}
+
 // Counts the time until its end as the codec's.
 class CodecTime {
  public:

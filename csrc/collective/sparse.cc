@@ -114,7 +114,7 @@ class Sparse : public AllUnderWay<Gather> {
       const Job& job = floats.job;
       std::vector<Stretch> segments = stretches(*job.coding, 0, job.count);
       const int64_t wire = segments.back().at + segments.back().nbytes;
-      if (job.group.size() * wire > 2 * 4 * job.count) {
+      if (goes_densely(job.group.size(), wire, job.count)) {
         dense_.push_back({floats, std::move(segments), wire});
       } else {
         each.emplace_back(floats, std::move(segments));

@@ -34,20 +34,11 @@ struct Parts {
   }
 };
 
-}  // namespace
-
-bool can_code_on_device(const std::string& codec, DType dtype) {
-  const Coding coding = parse_coding(codec);
-  return float_like(dtype) && gpu_codes(coding);
-}
-
-namespace {
-
 // Everyone gets everyone's wire, see collective/sparse.cc.
 void allreduce_sparse(const OnDevice& on, const Job& job, float* data, int64_t count) {
   const Coding& coding = *job.coding;
   const int64_t wire = coding.wire_nbytes(count), stride = (wire + kPlace - 1) / kPlace * kPlace;
-  const bool densely = on.size * wire > 2 * 4 * count;
+  const bool densely = goes_densely(on.size, wire, count);
   char* wires = on.borrow(static_cast<size_t>(densely ? stride : stride * on.size));
   char* mine = densely ? wires : wires + on.me * stride;
   gpu_encode(coding, data, job.kept[0], count, mine, on.device, on.stream);
@@ -81,6 +72,11 @@ void allreduce_parts(const OnDevice& on, const Job& job, float* data, int64_t co
 }
 
 }  // namespace
+
+bool can_code_on_device(const std::string& codec, DType dtype) {
+  const Coding coding = parse_coding(codec);
+  return float_like(dtype) && gpu_codes(coding);
+}
 
 void allreduce_coded(const OnDevice& on, const Job& job) {
   const Fragment& all = job.fragments.at(0);
