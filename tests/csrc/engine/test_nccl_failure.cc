@@ -17,6 +17,14 @@
 namespace bagua {
 namespace {
 
+void exchange_once(GpuWorld& world) {
+  world.run([&](int, Gpu& gpu, Engine& engine) {
+    std::vector<float>& values = gpu.lasting(1000);
+    gpu.compute(values, 1);
+    gpu.exchange(engine, allreduce_of("x", values), values);
+  });
+}
+
 TEST(NcclFailure, MemoryOfWhatNobodyWaitsForStays) {
   GpuWorld world(2);
   world.run([&](int, Gpu& gpu, Engine& engine) {
@@ -127,11 +135,7 @@ TEST(NcclFailure, AnAbortThatHangsKeepsNobodyWaiting) {
   FakeNccl::hang_aborts(true);
   {
     GpuWorld world(2);
-    world.run([&](int, Gpu& gpu, Engine& engine) {
-      std::vector<float>& values = gpu.lasting(1000);
-      gpu.compute(values, 1);
-      gpu.exchange(engine, allreduce_of("x", values), values);
-    });
+    exchange_once(world);
     FakeNccl::fail_next();
     world.run([&](int, Gpu& gpu, Engine& engine) {
       std::vector<float>& values = gpu.lasting(1000);
@@ -150,11 +154,7 @@ TEST(NcclFailure, AnEndThatDoesNotComeIsAborted) {
   for (const bool never : {true, false}) {
     FakeNccl::hold_finalized(never);
     GpuWorld world(2);
-    world.run([&](int, Gpu& gpu, Engine& engine) {
-      std::vector<float>& values = gpu.lasting(1000);
-      gpu.compute(values, 1);
-      gpu.exchange(engine, allreduce_of("x", values), values);
-    });
+    exchange_once(world);
   }
   EXPECT_EQ(FakeNccl::aborted(), aborted + 4);
   EXPECT_EQ(FakeNccl::destroyed(), destroyed);
