@@ -126,11 +126,21 @@ class Stream:
         return False
 
     def end(self) -> None:
-        """Nothing more comes: what is unfinished becomes a line."""
+        """What is unfinished becomes a line."""
         if self._pending:
             self._end_line(self._pending)
             self._pending = b""
         self._show_held()
+
+    def close(self) -> None:
+        """Nothing more comes, perhaps since mpirun ended this rank when another had failed."""
+        is_cut = self.tracebacks.holds and self._pending[:1] in (b"", b" ")
+        self.end()
+        if is_cut:
+            self.screen.line(self, b"  (ended before it had said what was raised)")
+        if self.copy is not None:
+            self.copy.close()
+            self.copy = None
 
     def _end_line(self, line: bytes) -> None:
         text = _last_version(line)
@@ -180,10 +190,7 @@ class Output:
     def end(self) -> None:
         """End every unfinished line and close the copies."""
         for stream in self._streams.values():
-            stream.end()
-            if stream.copy is not None:
-                stream.copy.close()
-                stream.copy = None
+            stream.close()
 
     def show_tail(self, rank: int) -> None:
         """The last lines of a rank once more, unless they are in sight at the end.
