@@ -120,19 +120,29 @@ inline T saturated(double x) {
 }
 
 // What T is to hold, in its accumulator.
+template <class T>
+using Held = std::conditional_t<std::is_same_v<T, bool>, typename Element<T>::Acc, T>;
+template <class T, class A>
+inline A multiplied(A a, double factor) {
+  if constexpr (std::is_integral_v<A>) {
+    return saturated<Held<T>>(static_cast<double>(a) * factor);
+  } else if constexpr (is_complex_type<A>::value) {
+    return a * static_cast<typename A::value_type>(factor);
+  } else {
+    return a * static_cast<A>(factor);
+  }
+}
 template <class T, class A>
 inline A finished(A a, Finish f) {
   if constexpr (std::is_integral_v<A>) {
-    using Held = std::conditional_t<std::is_same_v<T, bool>, A, T>;
-    using L = std::numeric_limits<Held>;
+    using L = std::numeric_limits<Held<T>>;
     if constexpr (sizeof(A) > 4)  // smaller ones divide alike, and faster, as doubles
       if (f.factor == 1) return std::clamp<A>(a / static_cast<A>(f.divisor), L::min(), L::max());
-    return saturated<Held>(static_cast<double>(a) / f.divisor * f.factor);
+    return saturated<Held<T>>(static_cast<double>(a) / f.divisor * f.factor);
   } else if constexpr (is_complex_type<A>::value) {
-    using Real = typename A::value_type;
-    return a / static_cast<Real>(f.divisor) * static_cast<Real>(f.factor);
+    return multiplied<T>(a / static_cast<typename A::value_type>(f.divisor), f.factor);
   } else {
-    return a / static_cast<A>(f.divisor) * static_cast<A>(f.factor);
+    return multiplied<T>(a / static_cast<A>(f.divisor), f.factor);
   }
 }
 
@@ -190,7 +200,10 @@ struct Ends {
   }                                                                                          \
   attribute static void finish_##isa(const A* __restrict acc, int64_t n, Finish f,           \
                                      T* __restrict out) {                                    \
-    for (int64_t i = 0; i < n; ++i) out[i] = E::store(finished<T>(acc[i], f));               \
+    if (f.divisor == 1)                                                                      \
+      for (int64_t i = 0; i < n; ++i) out[i] = E::store(multiplied<T>(acc[i], f.factor));    \
+    else                                                                                     \
+      for (int64_t i = 0; i < n; ++i) out[i] = E::store(finished<T>(acc[i], f));             \
   }
   BAGUA_CLONES(BAGUA_ENDS)
 #undef BAGUA_ENDS
@@ -240,6 +253,13 @@ const Loops<E>& loops(ReduceOp op, Isa isa) {
     if (op == ReduceOp::kMax) return loops<E, Greater>(isa);
     return loops<E, Add>(isa);
   }
+}
+
+// A division takes many times as long as a multiplication. By a power of two both round alike.
+Finish without_division(Finish f) {
+  int exponent = 0;
+  const bool is_power = std::frexp(f.divisor, &exponent) == 0.5;
+  return is_power && f.factor == 1 ? Finish{1, 1 / f.divisor} : f;
 }
 
 // Where the factor is 1/k, k whole, integers are divided by k: 64 bits of which a double would
@@ -301,6 +321,8 @@ void reduce(DType dtype, ReduceOp op, const Targets& targets, const void* const*
     using T = typename decltype(tag)::type;
     if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool>)
       finish = without_rounding(finish);
+    else if constexpr (!std::is_integral_v<T>)
+      finish = without_division(finish);
     // Where nothing is done at the end, the bits that wider accumulators add would be dropped.
     if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool> && sizeof(T) < 8)
       if (finish.identity())
