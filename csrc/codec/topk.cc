@@ -18,6 +18,13 @@ constexpr int kGroup = 32;
 // A chunk's values by turns, to look for a bound; powers of two.
 constexpr int kFewestGroups = 64, kMostGroups = 1024;
 
+// Values of 64 that are taken at once, however few reach the bound.
+constexpr int kAtOnce = 4;
+
+[[gnu::always_inline]] inline int32_t magnitude(float x) {
+  return static_cast<int32_t>(float_bits(x) & 0x7fffffffu);
+}
+
 [[gnu::always_inline]] inline int count_from(const int32_t* magnitudes, int n, int32_t least) {
   int32_t reach[kGroup] = {};
   for (int i = 0; i < n; i += kGroup)
@@ -25,81 +32,93 @@ constexpr int kFewestGroups = 64, kMostGroups = 1024;
   return std::accumulate(reach, reach + kGroup, 0);
 }
 
-// Of the numbers from `low` on, which at least `kept` magnitudes reach, below `high`, which fewer
-// reach: the greatest that at least `kept` reach, or one that at most `few` of them reach.
+// Of the numbers from `low` on, which at least `kept` magnitudes reach: the greatest that at least
+// `kept` reach, or one that at most `few` of them reach.
 [[gnu::always_inline]] inline int32_t reached(const int32_t* magnitudes, int n, int kept, int few,
-                                              int64_t low, int64_t high) {
-  while (low + 1 < high) {
-    const int64_t middle = low + (high - low) / 2;
-    const int reach = count_from(magnitudes, n, static_cast<int32_t>(middle));
-    (reach < kept ? high : low) = middle;
-    if (reach >= kept && reach <= few) break;
+                                              int32_t low) {
+  int32_t most = 0;
+  for (int i = 0; i < n; ++i) most = std::max(most, magnitudes[i]);
+  for (int64_t high = int64_t{most} + 1; low + int64_t{1} < high;) {
+    const auto middle = static_cast<int32_t>(low + (high - low) / 2);
+    const int reach = count_from(magnitudes, n, middle);
+    if (reach < kept) {
+      high = middle;
+    } else {
+      low = middle;
+      if (reach <= few) break;
+    }
   }
-  return static_cast<int32_t>(low);
+  return low;
 }
 
 // What at least `kept` magnitudes of a chunk reach, and seldom many more: what so many maxima of a
-// few more groups reach. And what nothing reaches.
-struct Range {
-  int32_t low;
-  int64_t high;
-};
-[[gnu::always_inline]] inline Range likely_range(const int32_t* magnitudes, int kept) {
-  alignas(64) int32_t maxima[kMostGroups];
+// few more groups reach.
+[[gnu::always_inline]] inline int32_t likely_bound(const float* values, int kept) {
   int groups = kFewestGroups;
+  const int few = kept + kept / 8;
   const auto enough = [&] { return groups >= kept + kept / 3; };
   while (!enough() && groups < kMostGroups) groups *= 2;
-  std::fill_n(maxima, groups, 0);
-  for (int i = 0; i < kChunk; i += kFewestGroups) {
-    const int32_t* const some = magnitudes + i;
-    int32_t* const so_far = maxima + i % groups;
-    for (int j = 0; j < kFewestGroups; ++j) so_far[j] = some[j] > so_far[j] ? some[j] : so_far[j];
+  if (enough()) {
+    alignas(64) int32_t maxima[kMostGroups];
+    std::fill_n(maxima, groups, 0);
+    for (int i = 0; i < kChunk; i += kFewestGroups) {
+      int32_t* const so_far = maxima + i % groups;
+      for (int j = 0; j < kFewestGroups; ++j)
+        so_far[j] = std::max(so_far[j], magnitude(values[i + j]));
+    }
+    const int32_t bound =
+        reached(maxima, groups, kept, few, *std::min_element(maxima, maxima + groups));
+    if (bound > 0) return bound;
   }
-  const int64_t high = int64_t{*std::max_element(maxima, maxima + groups)} + 1;
-  const int few = kept + kept / 8;
-  int32_t low = enough() ? reached(maxima, groups, kept, few, 0, high) : 0;
   // Too many values to keep, or whole columns of zeros.
-  if (low == 0) low = reached(magnitudes, kChunk, kept, few, 0, high);
-  return {low, high};
+  alignas(64) int32_t magnitudes[kChunk];
+  for (int i = 0; i < kChunk; ++i) magnitudes[i] = magnitude(values[i]);
+  return reached(magnitudes, kChunk, kept, few, 0);
 }
 
-// The places of the `kept` largest magnitudes of a chunk of n values: of `in`, or of what `rest`
-// becomes when `in` is added.
+// The places of the `kept` largest magnitudes of a chunk.
+[[gnu::always_inline]] inline void select(const float* values, int kept, uint16_t* places) {
+  const int32_t bound = likely_bound(values, kept);
+  alignas(64) uint8_t reaches[kChunk];
+  for (int i = 0; i < kChunk; ++i) reaches[i] = magnitude(values[i]) >= bound ? 1 : 0;
+  alignas(64) uint8_t bits[kChunk / 8];
+  pack<1>(reaches, kChunk, bits);
+  // The candidates, of which a word seldom has more than a few: those are taken without a look.
+  uint16_t where[kChunk + kAtOnce];
+  int count = 0;
+  for (int begin = 0; begin < kChunk; begin += 64) {
+    uint64_t word;
+    memcpy(&word, bits + begin / 8, sizeof word);
+    const int end = count + __builtin_popcountll(word);
+    for (int at = count; at < end || at < count + kAtOnce; ++at, word &= word - 1)
+      where[at] = static_cast<uint16_t>(begin + __builtin_ctzll(word | 1ull << 63));
+    count = end;
+  }
+  int32_t some[kChunk + kGroup];
+  for (int i = 0; i < count; ++i) some[i] = magnitude(values[where[i]]);
+  std::fill_n(some + count, kGroup, -1);
+  // The greatest magnitude that `kept` of them reach; of those equal to it so many are taken.
+  const int32_t low = reached(some, count, kept, kept, bound);
+  int equals = kept - (low < INT32_MAX ? count_from(some, count, low + 1) : 0);
+  for (int i = 0, at = 0; i < count && at < kept; ++i) {
+    places[at] = where[i];
+    const int is_equal = some[i] == low;
+    at += (some[i] > low) | (is_equal & (equals > 0));
+    equals -= is_equal;
+  }
+}
+
+// The same of a chunk of n values: of `in`, or of what `rest` becomes when `in` is added.
 [[gnu::always_inline]] inline void select(const float* in, float* rest, int n, int kept,
                                           uint16_t* places) {
-  alignas(64) int32_t magnitudes[kChunk];
   if (rest) {
     for (int i = 0; i < n; ++i) rest[i] += in[i];
     in = rest;
   }
-  for (int i = 0; i < n; ++i) magnitudes[i] = static_cast<int32_t>(float_bits(in[i]) & 0x7fffffffu);
-  for (int i = n; i < kChunk; ++i) magnitudes[i] = -1;
-  const Range range = likely_range(magnitudes, kept);
-  // The candidates, and the greatest magnitude that `kept` of them reach.
-  alignas(64) uint8_t reaches[kChunk];
-  for (int i = 0; i < kChunk; ++i) reaches[i] = magnitudes[i] >= range.low ? 1 : 0;
-  alignas(64) uint8_t bits[kChunk / 8];
-  pack<1>(reaches, kChunk, bits);
-  uint16_t where[kChunk];
-  int32_t some[kChunk + kGroup];
-  int count = 0;
-  for (int begin = 0; begin < kChunk; begin += 64) {
-    uint64_t word;
-    for (memcpy(&word, bits + begin / 8, sizeof word); word; word &= word - 1) {
-      const int i = begin + __builtin_ctzll(word);
-      some[count] = magnitudes[i];
-      where[count++] = static_cast<uint16_t>(i);
-    }
-  }
-  for (int i = 0; i < kGroup; ++i) some[count + i] = -1;
-  const int32_t low = reached(some, count, kept, kept, range.low, range.high);
-  // Of those equal to it so many are taken.
-  const int above = low < INT32_MAX ? count_from(some, count, low + 1) : 0;
-  int equals = kept - above;
-  for (int i = 0, at = 0; i < count && at < kept; ++i) {
-    if (some[i] < low || (some[i] == low && equals-- <= 0)) continue;
-    places[at++] = where[i];
-  }
+  if (n == kChunk) return select(in, kept, places);
+  float filled[kChunk] = {};  // of equal values the first are kept, so none of these
+  std::copy_n(in, n, filled);
+  select(filled, kept, places);
 }
 
 #define BAGUA_SELECT(isa, attribute)                                                             \
