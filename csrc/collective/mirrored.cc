@@ -1,7 +1,8 @@
 // What ranks on a ring tell each other of their values is how far these have moved, through a
 // codec: each keeps a copy of what its neighbors know of it, and of what it knows of them. Values x
 // and copies w of this rank, l and r of its neighbors become
-//   z = x + l/3 + r/3 - 5/3 w;  w += Q(z);  l += Q(z of the left);  r += Q(z of the right);  x = w
+//   z = x + 1/3 l + 1/3 r - 5/3 w;  w += Q(z);  l += Q(z of the left);  r += Q(z of the right);  x
+//   = w
 // so that l always is the left neighbor's w, bit by bit, if both began alike. Of two ranks either
 // is both neighbors of the other. Where ranks stand for more than themselves, a neighbor that
 // stands for fewer counts by so much less, and the mean over all stays what it is. This rank's own
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "collective/coded.h"
+#include "kernel/isa.h"
 
 namespace bagua {
 namespace {
@@ -18,18 +20,29 @@ namespace {
 // Values that are computed at a time; a multiple of every block.
 constexpr int64_t kPart = 4096;
 
-// How far this rank has moved, all ranks' copies considered.
-void difference(const float* x, const Job& job, int64_t at, int64_t n, float* z) {
-  const float *w = job.kept[0] + at, *l = job.kept[1] + at, *r = job.kept[2] + at;
+// What goes of values x, and of copies w, l and r, into how far a rank has moved.
+struct Shares {
+  float x, l, r, w;
+};
+#define BAGUA_MOVED(isa, attribute)                                                               \
+  attribute void moved_##isa(const Shares& of, const float* __restrict x,                         \
+                             const float* __restrict l, const float* __restrict r,                \
+                             const float* __restrict w, int64_t n, float* __restrict z) {         \
+    for (int64_t i = 0; i < n; ++i) z[i] = of.x * x[i] + of.l * l[i] + of.r * r[i] - of.w * w[i]; \
+  }
+BAGUA_CLONES(BAGUA_MOVED)
+#define BAGUA_ENTRY(isa, attribute) moved_##isa,
+constexpr decltype(&moved_kBaseline) moves[kIsaCount] = {BAGUA_CLONES(BAGUA_ENTRY)};
+#undef BAGUA_ENTRY
+#undef BAGUA_MOVED
+
+Shares shares_of(const Job& job) {
   const double mine = job.weight_of(job.group.me());
   const auto counts = [&](int d) {
     return std::min(1.0, job.weight_of(job.group.neighbor(d)) / mine);
   };
-  const auto share = static_cast<float>(1 / mine);
-  const auto left = static_cast<float>(counts(-1)), right = static_cast<float>(counts(1));
-  const auto own = static_cast<float>((3 + counts(-1) + counts(1)) / 3);
-  for (int64_t i = 0; i < n; ++i)
-    z[i] = x[i] * share + left * l[i] / 3.0f + right * r[i] / 3.0f - own * w[i];
+  return {static_cast<float>(1 / mine), static_cast<float>(counts(-1) / 3),
+          static_cast<float>(counts(1) / 3), static_cast<float>((3 + counts(-1) + counts(1)) / 3)};
 }
 
 class Mirrored {
@@ -38,6 +51,7 @@ class Mirrored {
       : job_(job),
         group_(job.group),
         coding_(*job.coding),
+        shares_(shares_of(job)),
         left_(group_.neighbor(-1)),
         right_(group_.neighbor(1)),
         segments_(stretches(coding_, 0, job.count)),
@@ -58,19 +72,23 @@ class Mirrored {
     }
   }
 
-  void move() {
+  void move_all() {
+    const auto move = moves[static_cast<int>(best_isa())];
     auto* x = reinterpret_cast<float*>(job_.data);
     for (const Stretch& segment : segments_) {
       if (job_.prepare) job_.prepare(segment.begin, segment.count);
       char* wire = mine_ + segment.at;
       for (const Stretch& part : stretches(coding_, segment.begin, segment.count, kPart)) {
         const CodecTime time(group_);
-        float z[kPart] = {};
-        if (!rests()) difference(x + part.begin, job_, part.begin, part.count, z);
+        float z[kPart];
+        if (rests())
+          std::fill_n(z, part.count, 0.0f);
+        else
+          move(shares_, x + part.begin, kept(1, part), kept(2, part), kept(0, part), part.count, z);
         coding_.encode(z, part.count, wire + part.at);
         if (rests()) continue;
-        coding_.decode_add(wire + part.at, part.count, job_.kept[0] + part.begin);
-        std::copy_n(job_.kept[0] + part.begin, part.count, x + part.begin);
+        coding_.decode_add(wire + part.at, part.count, kept(0, part));
+        std::copy_n(kept(0, part), part.count, x + part.begin);
       }
       const auto nbytes = static_cast<size_t>(segment.nbytes);
       group_.touch(nbytes + static_cast<size_t>(segment.count) * 4 * sizeof(float));
@@ -88,8 +106,8 @@ class Mirrored {
       if (rests()) continue;
       const Stretch& segment = segments_[heard_];
       const CodecTime time(group_);
-      coding_.decode_add(from_left_ + segment.at, segment.count, job_.kept[1] + segment.begin);
-      coding_.decode_add(from_right_ + segment.at, segment.count, job_.kept[2] + segment.begin);
+      coding_.decode_add(from_left_ + segment.at, segment.count, kept(1, segment));
+      coding_.decode_add(from_right_ + segment.at, segment.count, kept(2, segment));
       group_.touch(2 * (static_cast<size_t>(segment.nbytes) +
                         static_cast<size_t>(segment.count) * 2 * sizeof(float)));
     }
@@ -98,12 +116,14 @@ class Mirrored {
 
  private:
   int64_t wire_nbytes() const { return coding_.wire_nbytes(job_.count); }
+  float* kept(size_t which, const Stretch& of) const { return job_.kept[which] + of.begin; }
   // A rank that has joined tells that it did not move, and keeps no copies.
   bool rests() const { return job_.kept[0] == nullptr; }
 
   Job& job_;
   Group& group_;
   const Coding& coding_;
+  const Shares shares_;
   const int left_, right_;
   const std::vector<Stretch> segments_;
   char *mine_ = nullptr, *from_left_ = nullptr, *from_right_ = nullptr;
@@ -118,7 +138,7 @@ class AllMirrored : public AllUnderWay<Mirrored> {
     for (Job* job : jobs) each.emplace_back(*job);
     share_out(jobs[0]->scratch, Scratch::kWire, each);
     for (Mirrored& one : each) one.expect();
-    for (Mirrored& one : each) one.move();
+    for (Mirrored& one : each) one.move_all();
     if (jobs.back()->values_final) jobs.back()->values_final();
   }
 };

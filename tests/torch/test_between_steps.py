@@ -230,7 +230,8 @@ def test_low_precision_decentralized(everyone, hvd, codec, inner):
         moved = []
         for rank, replica in enumerate(replicas):
             x = torch.cat([param.detach().flatten() for param in replica.params])
-            z = x + left[rank] / 3 + right[rank] / 3
+            third = torch.tensor(1.0) / torch.tensor(3.0)
+            z = x + third * left[rank] + third * right[rank]
             z -= torch.tensor(5.0) / torch.tensor(3.0) * own[rank]
             moved.append(torch.from_numpy(travel(coding, z.numpy())))
         for rank, replica in enumerate(replicas):
@@ -277,7 +278,8 @@ def test_large_weights_move_as_their_copies_do(everyone, hvd):
             x[rank].add_(torch.cat([grad.flatten() for grad in everyones[rank]]), alpha=-lr)
         if n == 1:
             continue
-        z = [x[r] + left[r] / 3 + right[r] / 3 for r in range(n)]
+        third = torch.tensor(1.0) / torch.tensor(3.0)
+        z = [x[r] + third * left[r] + third * right[r] for r in range(n)]
         z = [z[r] - torch.tensor(5.0) / torch.tensor(3.0) * own[r] for r in range(n)]
         moved = [torch.from_numpy(travel(coding, flat.numpy())) for flat in z]
         for rank in range(n):

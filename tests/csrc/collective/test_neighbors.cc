@@ -250,7 +250,7 @@ void simulate(const Coding& coding, Ring& ring) {
   for (size_t rank = 0; rank < n; ++rank) {
     Floats z(ring.x[rank]);
     for (size_t i = 0; i < z.size(); ++i)
-      z[i] = z[i] * 1.0f + ring.l[rank][i] / 3.0f + ring.r[rank][i] / 3.0f -
+      z[i] = z[i] + (1.0f / 3.0f) * ring.l[rank][i] + (1.0f / 3.0f) * ring.r[rank][i] -
              (5.0f / 3.0f) * ring.w[rank][i];
     said.push_back(said_by(coding, z));
   }
