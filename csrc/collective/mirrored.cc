@@ -1,8 +1,8 @@
 // What ranks on a ring tell each other of their values is how far these have moved, through a
 // codec: each keeps a copy of what its neighbors know of it, and of what it knows of them. Values x
 // and copies w of this rank, l and r of its neighbors become
-//   z = x + 1/3 l + 1/3 r - 5/3 w;  w += Q(z);  l += Q(z of the left);  r += Q(z of the right);  x
-//   = w
+//   z = x + 1/3 l + 1/3 r - 5/3 w;
+//   w += Q(z);  l += Q(z of the left);  r += Q(z of the right);  x = w
 // so that l always is the left neighbor's w, bit by bit, if both began alike. Of two ranks either
 // is both neighbors of the other. Where ranks stand for more than themselves, a neighbor that
 // stands for fewer counts by so much less, and the mean over all stays what it is. This rank's own
