@@ -30,7 +30,7 @@ class AsFloats {
 };
 
 // Values that are worked on at a time, small enough for a core's cache; a multiple of every block.
-constexpr int64_t kTile = 32 << 10;
+constexpr int64_t kTile = scaled(32 << 10);
 
 // Consecutive values, and where their bytes are in a wire.
 struct Stretch {

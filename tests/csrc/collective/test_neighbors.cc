@@ -151,7 +151,7 @@ TEST(Neighbors, AverageWithTheirPeers) {
   for (const Peers::Kind kind : kKinds)
     for (int n = 1; n <= 6; ++n)
       for (const DType dtype : {DType::kF32, DType::kF16})
-        for (const int64_t count : {1, 1000, (512 << 10) / 4 * 2 + 3})
+        for (const int64_t count : std::vector<int64_t>{1, 1000, scaled(512 << 10) / 4 * 2 + 3})
           if (count <= 1000 || n == 2 || n == 5)  // an even number of ranks, and an odd one
             check_means(kind, std::vector<int>(static_cast<size_t>(n)), dtype, count, false);
 }
@@ -271,7 +271,7 @@ float moved(size_t rank, int round, size_t i) {
 TEST(Mirrored, IsWhatOneLoopOverAllRanksGives) {
   for (const Codec& codec : codecs())
     for (const int n : {2, 3, 4})
-      for (const size_t count : {size_t{1}, size_t{5000}, size_t{(128 << 10) + 77}}) {
+      for (const size_t count : {size_t{1}, size_t{5000}, size_t{scaled(128 << 10) + 77}}) {
         if (count > 5000 && n > 3) continue;
         const Coding coding = parse_coding(codec.name);
         Floats start(count);

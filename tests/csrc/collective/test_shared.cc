@@ -115,7 +115,7 @@ void check_out_of_arenas(int n, DType dtype, int64_t count, Last kind) {
         ASSERT_EQ(get(dtype, in.get(), i), value(i)) << i;
       }
     }
-    if (kind != Last::kAlike || count < 1000000) return;
+    if (kind != Last::kAlike || count < scaled(1'000'000)) return;
     const auto touched = static_cast<double>(job.group.work().touched_nbytes);
     EXPECT_NEAR(touched / static_cast<double>(nbytes), 2 * 3, 0.01);
   });
@@ -128,7 +128,8 @@ TEST_P(Shared, OutOfArenas) {
 
 TEST(Shared, OutOfArenasInSeveralRounds) {
   for (const int n : {2, 3})
-    for (const Last kind : kEveryLast) check_out_of_arenas(n, DType::kF32, 1000001, kind);
+    for (const Last kind : kEveryLast)
+      check_out_of_arenas(n, DType::kF32, scaled(1'000'000) + 1, kind);
 }
 
 TEST(Shared, InSeveralRounds) {

@@ -22,10 +22,12 @@ struct Load {
 std::vector<Load> loads_of(const Collective& row, int rank) {
   const bool copies = row.name == std::string("mirrored");
   const bool exact = row.name == std::string("scatter_reduce");
+  constexpr int64_t kHalves = scaled(40'001);
   std::vector<Load> loads;
-  for (const int64_t count : std::vector<int64_t>{30'007, 1, 40'001, 513, scaled(600'000)}) {
+  for (const int64_t count :
+       std::vector<int64_t>{scaled(30'007), 1, kHalves, 513, scaled(600'000)}) {
     DType dtype = DType::kF32;
-    if (count == 40'001 && !copies) dtype = exact ? DType::kF16 : DType::kBF16;
+    if (count == kHalves && !copies) dtype = exact ? DType::kF16 : DType::kBF16;
     if (count == 513 && exact) dtype = DType::kF64;
     Load load{dtype, std::vector<char>(static_cast<size_t>(count) * dtype_nbytes(dtype)), {}};
     for (int64_t i = 0; i < count; ++i)

@@ -69,9 +69,11 @@ std::vector<Message> messages(Channel& channel, size_t count) {
 }
 
 std::string pattern(size_t nbytes, int seed) {
-  std::string bytes(nbytes, '\0');
-  for (size_t i = 0; i < nbytes; ++i)
-    bytes[i] = static_cast<char>(i * 7 + static_cast<size_t>(seed));
+  std::string period(256, '\0'), bytes;
+  for (size_t i = 0; i < period.size(); ++i)
+    period[i] = static_cast<char>(i * 7 + static_cast<size_t>(seed));
+  while (bytes.size() < nbytes) bytes += period;
+  bytes.resize(nbytes);
   return bytes;
 }
 

@@ -177,14 +177,14 @@ TEST(Arenas, RandomTakingAndGivingNeverOverlapsAndReturnsEverything) {
     if (pieces.size() < 20 || random() % 2) {
       const size_t nbytes = 1 + random() % (random() % 4 ? 300 : 200000);
       auto data = arenas->allocate(nbytes);
-      for (size_t i = 0; i < nbytes; ++i) ASSERT_EQ(data.get()[i], 0);
+      ASSERT_EQ(std::string(data.get(), nbytes), std::string(nbytes, '\0'));
       const char mark = static_cast<char>(1 + step % 100);
       std::memset(data.get(), mark, nbytes);
       pieces.push_back({data, nbytes, mark});
     } else {
       const size_t at = random() % pieces.size();
-      for (size_t i = 0; i < pieces[at].nbytes; ++i)
-        ASSERT_EQ(pieces[at].data.get()[i], pieces[at].mark);
+      const Piece& one = pieces[at];
+      ASSERT_EQ(std::string(one.data.get(), one.nbytes), std::string(one.nbytes, one.mark));
       pieces.erase(pieces.begin() + static_cast<long>(at));
     }
     if (pieces.size() > 60) pieces.erase(pieces.begin(), pieces.begin() + 30);
