@@ -23,6 +23,8 @@ namespace {
 // A block format, compiled for every instruction set.
 template <class C>
 struct Blocks {
+  static_assert(Sign1::kBlock % C::kBlock == 0 && block_nbytes<C>(C::kBlock) % 4 == 0,
+                "see format.h");
   static int64_t wire_nbytes(const Coding&, int64_t count) {
     const int64_t rest = count % C::kBlock;
     return count / C::kBlock * block_nbytes<C>(C::kBlock) + (rest ? block_nbytes<C>(rest) : 0);
@@ -145,7 +147,7 @@ Coding parse_coding(const std::string& text) {
   std::getline(words, name, ':');
   std::getline(words, kept, ':');
   std::getline(words, values, ':');
-  const Coding coding{find_codec(name), std::atoi(kept.c_str()), find_codec(values)};
+  const Coding coding{find_codec(name), std::atoi(kept.substr(0, 9).c_str()), find_codec(values)};
   if (!coding.codec || !coding.values) {
     std::string names;
     for (const Codec& codec : codecs())

@@ -12,8 +12,8 @@ namespace bagua {
 namespace {
 
 const Kernels* find_kernels(const Coding& coding) {
-  return coding.codec->sparse ? topk_kernels(coding.values->name)
-                              : value_kernels(coding.codec->name);
+  const std::string name = coding.codec->name;
+  return name == "topk" ? topk_kernels(coding.values->name) : value_kernels(name);
 }
 
 const Kernels& kernels_of(const Coding& coding) {

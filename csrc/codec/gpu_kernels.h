@@ -7,7 +7,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <map>
 #include <mutex>
 #include <string>
@@ -33,13 +32,6 @@ const Kernels* topk_kernels(const std::string& name);
 using Scale = void (*)(void*, int64_t, float, Device::Stream);
 Scale scale_kernels(DType dtype);
 
-// What multiplies as the divisor divides, to the last bit: powers of two have that. Else 0.
-inline float exact_inverse(float divisor) {
-  int exponent;
-  const float inverse = 1 / divisor;
-  return std::frexp(divisor, &exponent) == 0.5f && std::isnormal(inverse) ? inverse : 0;
-}
-
 #ifdef __CUDACC__
 
 struct GpuWarp {
@@ -61,7 +53,7 @@ struct Finishing {
   explicit Finishing(const Finish& finish)
       : divisor(static_cast<float>(finish.divisor)),
         factor(static_cast<float>(finish.factor)),
-        inverse(exact_inverse(divisor)) {}
+        inverse(static_cast<float>(exact_inverse(finish.divisor))) {}
   __device__ float operator()(float sum) const {
     return (inverse != 0 ? sum * inverse : sum / divisor) * factor;
   }

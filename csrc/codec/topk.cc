@@ -10,15 +10,24 @@
 namespace bagua {
 namespace {
 
+// How the `kept` largest magnitudes of a chunk are found. A magnitude is a float's bits without the
+// sign, which compare as integers do.
+//   1. A bound that at least `kept` of them reach. The chunk is dealt to groups, value i to group
+//      i % groups, and each has a greatest magnitude. A bound that `kept` of these reach, as many
+//      values reach at least. There are a third more groups than that, so that seldom a group has
+//      several values beyond the bound, and an eighth too many will do, which ends the search soon.
+//   2. The candidates: what reaches the bound is taken out of the chunk.
+//   3. The greatest number that `kept` of them reach, between the bound and their greatest.
+
 constexpr int kChunk = static_cast<int>(TopK::kChunk);
 
-// Counted in whole vectors: what follows the end must be there, and -1.
-constexpr int kGroup = 32;
+// Magnitudes are counted in vectors of so many: behind the last one as many follow that are -1.
+constexpr int kVector = 32;
 
-// A chunk's values by turns, to look for a bound; powers of two.
+// Powers of two.
 constexpr int kFewestGroups = 64, kMostGroups = 1024;
 
-// Values of 64 that are taken at once, however few reach the bound.
+// Candidates of 64 values that are taken without a look how many there are.
 constexpr int kAtOnce = 4;
 
 [[gnu::always_inline]] inline int32_t magnitude(float x) {
@@ -26,10 +35,10 @@ constexpr int kAtOnce = 4;
 }
 
 [[gnu::always_inline]] inline int count_from(const int32_t* magnitudes, int n, int32_t least) {
-  int32_t reach[kGroup] = {};
-  for (int i = 0; i < n; i += kGroup)
-    for (int j = 0; j < kGroup; ++j) reach[j] += magnitudes[i + j] >= least ? 1 : 0;
-  return std::accumulate(reach, reach + kGroup, 0);
+  int32_t reach[kVector] = {};
+  for (int i = 0; i < n; i += kVector)
+    for (int j = 0; j < kVector; ++j) reach[j] += magnitudes[i + j] >= least ? 1 : 0;
+  return std::accumulate(reach, reach + kVector, 0);
 }
 
 // Of the numbers from `low` on, which at least `kept` magnitudes reach: the greatest that at least
@@ -51,8 +60,7 @@ constexpr int kAtOnce = 4;
   return low;
 }
 
-// What at least `kept` magnitudes of a chunk reach, and seldom many more: what so many maxima of a
-// few more groups reach.
+// What at least `kept` magnitudes of a chunk reach, and seldom many more.
 [[gnu::always_inline]] inline int32_t likely_bound(const float* values, int kept) {
   int groups = kFewestGroups;
   const int few = kept + kept / 8;
@@ -70,7 +78,7 @@ constexpr int kAtOnce = 4;
         reached(maxima, groups, kept, few, *std::min_element(maxima, maxima + groups));
     if (bound > 0) return bound;
   }
-  // Too many values to keep, or whole columns of zeros.
+  // There are too many to keep for groups, or too many groups of zeros only.
   alignas(64) int32_t magnitudes[kChunk];
   for (int i = 0; i < kChunk; ++i) magnitudes[i] = magnitude(values[i]);
   return reached(magnitudes, kChunk, kept, few, 0);
@@ -94,9 +102,9 @@ constexpr int kAtOnce = 4;
       where[at] = static_cast<uint16_t>(begin + __builtin_ctzll(word | 1ull << 63));
     count = end;
   }
-  int32_t some[kChunk + kGroup];
+  int32_t some[kChunk + kVector];
   for (int i = 0; i < count; ++i) some[i] = magnitude(values[where[i]]);
-  std::fill_n(some + count, kGroup, -1);
+  std::fill_n(some + count, kVector, -1);
   // The greatest magnitude that `kept` of them reach; of those equal to it so many are taken.
   const int32_t low = reached(some, count, kept, kept, bound);
   int equals = kept - (low < INT32_MAX ? count_from(some, count, low + 1) : 0);

@@ -101,7 +101,11 @@ void densely(const Floats& floats, const std::vector<Stretch>& segments, int64_t
   exact.data = reinterpret_cast<char*>(data);
   exact.count = job.count;
   exact.arrived = job.arrived;
-  const Collective& row = choose_collective(OpKind::kAllreduce, exact, "auto");
+  exact.crew = job.crew;
+  exact.chosen = job.chosen;
+  exact.between_nodes = job.between_nodes;
+  const Collective& row = choose_collective(OpKind::kAllreduce, exact, job.between_nodes);
+  if (job.chosen) job.chosen(row, exact);
   row.run(exact);
   if (job.arrived && !row.pipelined) job.arrived(0, job.count);
 }

@@ -22,6 +22,19 @@ size_t Device::lent_nbytes(size_t nbytes) {
   return std::max<size_t>(1, (nbytes + step - 1) / step) * step;
 }
 
+// Where there is no room, what nobody has borrowed makes some.
+std::shared_ptr<char> Device::allocate_to_lend(size_t nbytes) {
+  try {
+    return allocate(nbytes);
+  } catch (const UsageError&) {
+    std::multimap<size_t, std::shared_ptr<char>> spare;  // outlives the lock
+    const std::lock_guard<std::mutex> lock(lending_);
+    spare.swap(spare_);
+    if (spare.empty()) throw;
+  }
+  return allocate(nbytes);
+}
+
 std::shared_ptr<char> Device::lend(size_t nbytes) {
   std::shared_ptr<char> memory;
   size_t has_nbytes = nbytes = lent_nbytes(nbytes);
@@ -34,7 +47,7 @@ std::shared_ptr<char> Device::lend(size_t nbytes) {
       spare_.erase(found);
     }
   }
-  if (!memory) memory = allocate(nbytes);
+  if (!memory) memory = allocate_to_lend(nbytes);
   char* data = memory.get();
   return {data, [this, memory = std::move(memory), has_nbytes](char*) mutable {
             std::lock_guard<std::mutex> lock(lending_);

@@ -80,6 +80,7 @@ class Device {
     std::shared_ptr<void> owner;
   };
   static size_t lent_nbytes(size_t nbytes);
+  std::shared_ptr<char> allocate_to_lend(size_t nbytes);
 
   std::mutex lending_;
   std::multimap<size_t, std::shared_ptr<char>> spare_;  // by size

@@ -193,9 +193,18 @@ bool PretendDevice::is_current() { return current > 0; }
 
 std::shared_ptr<char> PretendDevice::allocate(size_t nbytes) {
   ++allocations_;
+  const auto size = static_cast<int64_t>(nbytes);
+  if (left_nbytes_->fetch_sub(size) < size) {
+    *left_nbytes_ += size;
+    throw UsageError(name() + " has no " + std::to_string(nbytes) + " bytes left");
+  }
   auto memory = allocate_lines(nbytes);
   std::memset(memory.get(), 0x5a, nbytes);  // nobody may count on anything
-  return memory;
+  char* data = memory.get();
+  return {data, [left = left_nbytes_, memory = std::move(memory), size](char*) mutable {
+            memory.reset();
+            *left += size;
+          }};
 }
 
 void PretendDevice::clear(char* memory, size_t nbytes, Stream stream) {

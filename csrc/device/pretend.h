@@ -46,8 +46,9 @@ class PretendDevice : public Device {
   bool runs_kernels() const override { return !is_old_; }
   void be_old() { is_old_ = true; }
 
-  // How often it has given memory.
+  // How often it has given memory, and how much it has at most.
   int allocations() const { return allocations_; }
+  void has(int64_t nbytes) { *left_nbytes_ = nbytes; }
 
   // From now on it is broken: whoever asks it something hears so.
   void fail() { failed_ = true; }
@@ -76,6 +77,9 @@ class PretendDevice : public Device {
   const int work_us_;
   const NcclLibrary* nccl_ = nullptr;
   bool is_old_ = false;
+  // Memory may be let go of after the device.
+  const std::shared_ptr<std::atomic<int64_t>> left_nbytes_ =
+      std::make_shared<std::atomic<int64_t>>(INT64_MAX);
   std::string identity_;
   std::atomic<bool> failed_{false};
   std::atomic<int> allocations_{0};

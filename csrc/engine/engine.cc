@@ -81,7 +81,7 @@ void Engine::coordinate() {
     if (turn == Door::Turn::kLent) continue;
     const bool stopping = turn == Door::Turn::kStop;
     drive(nullptr, 0);
-    const bool through = stopping && try_stop();
+    const bool through = stopping && stopped();
     const bool left = agreement_.has_left(at_.rank);
     const NcclExchange* nccl = runner_.nccl();
     const bool watchful =
@@ -115,8 +115,18 @@ void Engine::drive(const Handle* until, double deadline_s) {
   }
 }
 
-// One round of what there is to do. Whether that was anything.
+// One round of what there is to do. Whether that was anything. Where memory does not even suffice
+// to tell of a failure, the engine has failed all the same: somebody waits for this thread.
 bool Engine::turn(int timeout_us) {
+  try {
+    return try_turn(timeout_us);
+  } catch (const std::exception&) {
+    door_.fail(out_of_memory_);
+    return false;
+  }
+}
+
+bool Engine::try_turn(int timeout_us) {
   if (const FailurePtr failed = failure()) {
     fail_everything(failed);
     inbox_.clear();
@@ -216,6 +226,14 @@ void Engine::poison(FailurePtr failure) {
 
 void Engine::fail_everything(const FailurePtr& failure) {
   agreement_.fail_everything(runner_.give_up(), failure);
+}
+
+bool Engine::stopped() {
+  try {
+    return try_stop();
+  } catch (const std::exception&) {
+    return !door_.fail(out_of_memory_);
+  }
 }
 
 // One step of stopping; true when nothing is left to do. Called by the coordination thread. What

@@ -80,11 +80,13 @@ class Engine {
   void coordinate();  // the coordination thread
   void drive(const Handle* until, double deadline_s);
   bool turn(int timeout_us);
+  bool try_turn(int timeout_us);
   void receive(int timeout_us);
   void handle(const Message& message);
   FailurePtr verdict_on(FailurePtr failure);
   void poison(FailurePtr failure);
   void fail_everything(const FailurePtr& failure);
+  bool stopped();
   bool try_stop();
 
   Station at_;
@@ -99,6 +101,10 @@ class Engine {
   double heard_s_ = 0;
   double all_left_s_ = 0;  // rank 0
   std::vector<Message> inbox_;
+
+  // Made ahead: there may be no memory for it when it is needed.
+  const FailurePtr out_of_memory_ =
+      make_failure(ErrorKind::kInternal, "this rank is out of memory, also to say what has failed");
 
   std::thread thread_;  // last: starts when everything else is there
 };

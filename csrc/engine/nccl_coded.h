@@ -1,5 +1,5 @@
-// Allreduce of floats through a codec, on devices: what `compressed` does (csrc/collective), with
-// the codec's kernels, and NCCL for what travels. The bytes are the same.
+// Allreduce of floats through a codec, on devices: what `compressed` and `sparse` do
+// (csrc/collective), with the codec's kernels, and NCCL for what travels. The bytes are the same.
 #pragma once
 
 #include <functional>

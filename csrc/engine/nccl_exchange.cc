@@ -11,6 +11,7 @@
 #include "codec/gpu.h"
 #include "common/clock.h"
 #include "common/memory.h"
+#include "engine/allreduce.h"
 #include "engine/nccl_coded.h"
 #include "engine/outcome.h"
 #include "engine/short_factor.h"
@@ -73,6 +74,9 @@ constexpr double kEndS = 2;
 
 // Whether NCCL would do it, whoever asks: a matter of the description alone.
 bool fits(const Description& d) {
+  constexpr OpKind kKinds[] = {OpKind::kAllreduce, OpKind::kBroadcast, OpKind::kAllgather,
+                               OpKind::kReducescatter, OpKind::kAlltoall};  // see run
+  if (std::find(std::begin(kKinds), std::end(kKinds), d.kind) == std::end(kKinds)) return false;
   if (!d.on_device || !d.peers.empty()) return false;
   if (d.captured && (d.kind == OpKind::kAllgather || d.kind == OpKind::kAlltoall)) return false;
   const bool reduces = d.kind == OpKind::kAllreduce || d.kind == OpKind::kReducescatter;
@@ -160,11 +164,11 @@ void NcclExchange::agree(int32_t set, const TellAll& tell_all) {
 bool NcclExchange::takes_kernels(const Description& d) const {
   if (is_coded(d.codec.empty(), d.exact_in_nodes)) return true;
   if (!is_linear(d.op)) return false;
-  const double divisor = d.op == ReduceOp::kAverage ? group_->size() : 1;
+  const Finish finish = finish_of(d, group_->size());
   bool any = false;
   for_each_tensor(d, [&](DType dtype, const int64_t*, size_t) {
     const bool is_short = dtype == DType::kF16 || dtype == DType::kBF16;
-    any = any || (is_short && short_factor(dtype, d.prescale * d.postscale / divisor).after != 1);
+    any = any || (is_short && short_factor(dtype, finish.factor / finish.divisor).after != 1);
   });
   return any;
 }
@@ -342,6 +346,7 @@ bool NcclExchange::abort() noexcept {
 
 void NcclExchange::forget(int32_t set) {
   refusals_.erase(set);
+  without_kernels_.erase(set);
   const auto found = groups_.find(set);
   if (found == groups_.end()) return;
   if (found->second) left_.push_back(std::move(found->second));

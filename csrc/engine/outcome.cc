@@ -1,8 +1,9 @@
 #include "engine/outcome.h"
 
 #include <algorithm>
-#include <mutex>
 #include <utility>
+
+#include "common/memory.h"
 
 namespace bagua {
 
@@ -21,12 +22,8 @@ Outcome::Outcome(Group& group)
 Outcome::~Outcome() {
   const auto under_way = [](const Letter& letter) { return letter.ticket >= 0; };
   for (auto* letters : {&heard_, &said_})
-    if (std::any_of((*letters)->begin(), (*letters)->end(), under_way)) {
-      static std::mutex mutex;
-      static auto* kept = new std::vector<std::unique_ptr<std::vector<Letter>>>;
-      std::lock_guard<std::mutex> lock(mutex);
-      kept->push_back(std::move(*letters));
-    }
+    if (std::any_of((*letters)->begin(), (*letters)->end(), under_way))
+      keep_for_ever(std::shared_ptr<std::vector<Letter>>(std::move(*letters)));
 }
 
 bool Outcome::failed() {

@@ -200,7 +200,7 @@ struct Ends {
   }                                                                                          \
   attribute static void finish_##isa(const A* __restrict acc, int64_t n, Finish f,           \
                                      T* __restrict out) {                                    \
-    if (f.divisor == 1)                                                                      \
+    if (f.divisor == 1) /* see without_division */                                           \
       for (int64_t i = 0; i < n; ++i) out[i] = E::store(multiplied<T>(acc[i], f.factor));    \
     else                                                                                     \
       for (int64_t i = 0; i < n; ++i) out[i] = E::store(finished<T>(acc[i], f));             \
@@ -255,11 +255,9 @@ const Loops<E>& loops(ReduceOp op, Isa isa) {
   }
 }
 
-// A division takes many times as long as a multiplication. By a power of two both round alike.
 Finish without_division(Finish f) {
-  int exponent = 0;
-  const bool is_power = std::frexp(f.divisor, &exponent) == 0.5;
-  return is_power && f.factor == 1 ? Finish{1, 1 / f.divisor} : f;
+  const double inverse = exact_inverse(f.divisor);
+  return inverse != 0 && f.factor == 1 ? Finish{1, inverse} : f;
 }
 
 // Where the factor is 1/k, k whole, integers are divided by k: 64 bits of which a double would

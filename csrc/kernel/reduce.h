@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 
 #include "common/types.h"
@@ -17,6 +18,15 @@ struct Finish {
   double factor = 1;
   bool identity() const { return divisor == 1 && factor == 1; }
 };
+
+// What multiplies as the divisor divides, to the last bit, and many times as fast: powers of two
+// have that. Else 0.
+inline double exact_inverse(double divisor) {
+  int exponent;
+  const double inverse = 1 / divisor;
+  const bool is_normal = std::isnormal(static_cast<float>(inverse));
+  return std::frexp(divisor, &exponent) == 0.5 && is_normal ? inverse : 0;
+}
 
 // Where results go: to one place or, alike, to several; to the last `streamed` of them past the
 // caches, after which stream_fence() is due before others are told.

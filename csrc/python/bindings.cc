@@ -1,6 +1,7 @@
 // The module. This folder alone knows Python: tensors come in as (pointer, element type, shape),
 // results of unknown size go out as buffers that the engine owns.
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <map>
 #include <string>
@@ -79,7 +80,11 @@ std::shared_ptr<Engine> start_engine(uintptr_t communicator, SocketListener* lis
   log.write(LogLevel::kInfo, "rank " + std::to_string(rank) + " of " +
                                  std::to_string(transport->size()) + ", " + std::to_string(near) +
                                  " of them share memory here, messages by " + mpi_compiled());
-  return std::make_shared<Engine>(config, std::move(transport), std::move(channel), names);
+  // A child of fork() has none of its threads, for which its end would wait: there it stays.
+  const auto end = [maker = ::getpid()](Engine* engine) {
+    if (::getpid() == maker) delete engine;
+  };
+  return {new Engine(config, std::move(transport), std::move(channel), names), end};
 }
 
 // The caller found something wrong before there was anything to submit: tells the other ranks that
@@ -163,10 +168,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("refuse", refuse);
   m.def("withdraw", withdraw);
   // In a forked child the engine's thread does not exist: nobody may ever wait for it.
-  m.def("abandon", [](std::shared_ptr<Engine> engine) {
-    engine->abandon();
-    new std::shared_ptr<Engine>(engine);
-  });
+  m.def("abandon", [](Engine& engine) { engine.abandon(); });
   m.def("build_info", build_info);
   // (name, lossy, needs feedback) of each
   m.def("codecs", [] {

@@ -155,9 +155,10 @@ bool NcclGroup::abort(const std::vector<NcclGroup*>& groups) {
   std::unique_lock<std::mutex> lock(left->mutex);
   const bool ended = left->changed.wait_for(lock, std::chrono::duration<double>(kAbortS),
                                             [&] { return left->count == 0; });
-  for (NcclGroup* group : groups)
-    for (auto& [data, mine] : group->registered_)
-      if (!ended) keep_for_ever(mine.memory);
+  for (NcclGroup* group : groups) {
+    if (ended && !group->captured_) continue;
+    for (auto& [data, mine] : group->registered_) keep_for_ever(mine.memory);
+  }
   return ended;
 }
 

@@ -349,5 +349,23 @@ TEST(Reduce, IntegersTruncateTowardZero) {
   }
 }
 
+TEST(Reduce, PowersOfTwoHaveAnExactInverse) {
+  std::mt19937 random(7);
+  for (const float divisor : {1.0f, 2.0f, 0.5f, 8.0f, 1024.0f, 0x1p126f, 0x1p-126f, -4.0f}) {
+    const auto inverse = static_cast<float>(exact_inverse(divisor));
+    if (divisor < 0) {
+      EXPECT_EQ(inverse, 0);
+      continue;
+    }
+    for (int i = 0; i < 1 << 14; ++i) {
+      const float x = bits_float(static_cast<uint32_t>(random()));
+      if (std::isnan(x)) continue;
+      ASSERT_EQ(float_bits(x * inverse), float_bits(x / divisor)) << x;
+    }
+  }
+  for (const float divisor : {3.0f, 6.0f, 0.0f, 0x1p127f, 0x1p-140f, INFINITY, NAN})
+    EXPECT_EQ(exact_inverse(divisor), 0) << divisor;
+}
+
 }  // namespace
 }  // namespace bagua
