@@ -15,5 +15,9 @@ class PeerError(BaguaError):
     """Another rank failed or is late; the message names it."""
 
 
+class LeftError(PeerError):
+    """Another rank has shut down as it should, and takes no part in an operation any more."""
+
+
 class InternalError(BaguaError):
     """Our bug. Please report it together with the message."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bagua.common.errors import LeftError
 from bagua.common.kinds import Urgency
 from bagua.common.objects import allgather_object
 from bagua.common.warn import warn
@@ -46,7 +47,15 @@ class Background(BetweenSteps):
     @torch.no_grad()
     def _finish(self) -> None:
         given, self._given = self._given, []
-        land_all(self._pieces)
+        try:
+            land_all(self._pieces)
+        except LeftError as error:  # who ends without settle() holds up nobody
+            self.resting = True
+            warn(
+                f"step {self._step}: weights are not averaged any more, and this rank trains on by "
+                f"itself: {error}. settle() on every rank after its last step would wait for all"
+            )
+            return
         self._next_s = time.monotonic() + self._exchange.sync_interval_ms / 1e3
         if self._arrived_spoilt():
             return

@@ -118,11 +118,13 @@ class LowRankBucket(Bucket):
             lost, factor = slot.residuals
             self._expand(basis, wide, whole, lost)
             slot.view.copy_(whole.view(slot.view.shape))
-            factor.copy_(wide)
+            # P grows as G and Q do: beside Q of G's size, it would leave float32 where G does not.
+            # By a power of two it loses no bit, and what is orthonormal is the same.
+            factor.copy_(wide).div_(_power_near(wide))
             finite = wide.isfinite().all()  # else there was a NaN or an Inf on some rank
             if is_on_device(wide):
                 lost.masked_fill_(~finite, 0.0)
-                factor.copy_(torch.where(finite, wide, self._firsts[slot.number]))
+                factor.copy_(torch.where(finite, factor, self._firsts[slot.number]))
             elif not finite:
                 self.forget(slot)  # it is told once, not for ever
         return self._tall.odd
@@ -160,3 +162,9 @@ class LowRankBucket(Bucket):
         self._tall.end()
         self._wide.end()
         super().end()
+
+
+def _power_near(matrix: torch.Tensor) -> torch.Tensor:
+    """The power of two that is near its greatest magnitude; of zeros one."""
+    most = matrix.abs().amax()
+    return torch.where(most > 0, torch.ldexp(torch.ones_like(most), torch.frexp(most)[1] - 1), 1.0)

@@ -55,6 +55,7 @@ class Attachment:
         self._offer_to_unscale()
         # There are no hooks for zero_grad.
         optimizer.zero_grad = _weakly(self._zero_grad)  # type: ignore[method-assign]
+        optimizer.settle = _weakly(self._settle)  # type: ignore[attr-defined]
 
     def __del__(self) -> None:
         for hook in self._hooks:
@@ -62,6 +63,7 @@ class Attachment:
         if self._hooks:
             own = vars(self.distributed.inner)
             own.pop("zero_grad", None)  # the class has one
+            own.pop("settle", None)
             if self._unscales:
                 own.pop(_UNSCALES, None)
 
@@ -104,6 +106,9 @@ class Attachment:
         self._hidden = [(param, param.grad) for param in params]
         for param in params:
             param.grad = None
+
+    def _settle(self) -> None:
+        self.distributed.settle()
 
     def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
         self.distributed.zeroed()

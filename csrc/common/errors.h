@@ -7,7 +7,8 @@
 
 namespace bagua {
 
-enum class ErrorKind : uint8_t { kUsage, kPeer, kInternal };
+// kLeft is kPeer of a rank that has shut down as it should, which ends no exchange but its own.
+enum class ErrorKind : uint8_t { kUsage, kPeer, kInternal, kLeft };
 
 class Error : public std::runtime_error {
  public:
@@ -24,7 +25,8 @@ struct UsageError : Error {
 };
 // Another rank failed, left or is late.
 struct PeerError : Error {
-  explicit PeerError(const std::string& what) : Error(ErrorKind::kPeer, what) {}
+  explicit PeerError(const std::string& what, ErrorKind kind = ErrorKind::kPeer)
+      : Error(kind, what) {}
 };
 // Our bug, or the machine's.
 struct InternalError : Error {
@@ -43,7 +45,8 @@ using FailurePtr = std::shared_ptr<const Failure>;
     case ErrorKind::kUsage:
       throw UsageError(failure.what);
     case ErrorKind::kPeer:
-      throw PeerError(failure.what);
+    case ErrorKind::kLeft:
+      throw PeerError(failure.what, failure.kind);
     default:
       throw InternalError(failure.what);
   }

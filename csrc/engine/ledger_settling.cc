@@ -37,7 +37,7 @@ void Ledger::settle_bits(int32_t set, int32_t id) {
     turn_down(set, {entry.name, 0}, ErrorKind::kPeer, withdrawn, s.with_bit(id));
   } else if (!gone.empty()) {
     const std::string kind = kind_name(entry.description.kind);
-    turn_down(set, {entry.name, 0}, ErrorKind::kPeer,
+    turn_down(set, {entry.name, 0}, ErrorKind::kLeft,
               ranks_text(gone) +
                   (gone.size() == 1 ? " has shut down and takes" : " have shut down and take") +
                   " no part in this " + kind +
@@ -77,7 +77,7 @@ void Ledger::settle_pending(int32_t set, std::map<Key, Pending>::iterator it) {
   } else if (gone.empty()) {
     resolve(set, key, settled);
   } else {
-    turn_down(set, key, ErrorKind::kPeer,
+    turn_down(set, key, ErrorKind::kLeft,
               "cannot be completed without " + ranks_text(gone) +
                   ", already shut down; did it return early or skip a step?",
               s.arrived(settled), settled.label(key));

@@ -159,6 +159,21 @@ def test_a_matrix_of_that_rank_is_exact_in_the_end(everyone, hvd):
     torch.testing.assert_close(param.grad, mean, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_gradients_of_any_size(everyone, hvd, scale):
+    """Though P is of the size of the gradient and Q."""
+    param = nn.Parameter(torch.zeros(20, 30))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([param], lr=0.0), algorithm=PowerSGD(low_rank=2, warmup_steps=0)
+    )
+    mean = gradient(0, 1, (20, 1)) @ gradient(0, 2, (1, 30))
+    for _ in range(4):
+        optimizer.zero_grad()
+        (param * (mean * scale)).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(param.grad / scale, mean, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("resume_at", [1, 3, 4])
 def test_resumes_in_the_same_bits(everyone, hvd, resume_at):
     def trained(resume: int):

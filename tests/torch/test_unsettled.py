@@ -63,3 +63,34 @@ def test_a_single_rank_has_nobody_to_differ_from(run_ranks):
     result = run_ranks(1, PROGRAM)
     assert result.exit_code == 0, str(result)
     assert ": 1" not in result.stdout[0]
+
+
+AT_UNLIKE_SPEEDS = """
+import sys, time, torch, bagua.torch as bagua
+
+bagua.init()
+param = torch.nn.Parameter(torch.ones(3))
+sgd = torch.optim.SGD([param], lr=0.1)
+optimizer = bagua.DistributedOptimizer(sgd, algorithm="async_model_average")
+for step in range(20):
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    time.sleep(0.05 * bagua.rank())
+print(step)
+if len(sys.argv) > 1:
+    optimizer.settle()
+"""
+
+
+def test_who_ends_first_does_not_stop_training_in_the_background(run_ranks):
+    result = run_ranks(2, AT_UNLIKE_SPEEDS)
+    assert result.exit_code == 0, str(result)
+    assert result.stdout == ["19\n", "19\n"], str(result)
+    assert "this rank trains on by itself" in result.stderr[1]
+    assert "rank 0 has shut down" in result.stderr[1]
+
+
+def test_who_settles_waits_for_the_slowest(run_ranks):
+    result = run_ranks(2, AT_UNLIKE_SPEEDS, "settles")
+    assert result.exit_code == 0, str(result)
+    assert "by itself" not in "".join(result.stderr), str(result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import pickle
 import warnings
 
@@ -255,6 +256,18 @@ def test_trains_as_under_a_distributed_optimizer(everyone, bagua, name):
     train(everyone, model, optimizer, 3, first=5)
     train(everyone, oracle, reference, 3, first=5)
     assert equal(model, oracle)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_optimizers_can_settle(everyone, bagua):
+    model, optimizer, algorithm = built(everyone, bagua, "low_precision_decentralized")
+    model.with_bagua([optimizer], algorithm)
+    train(everyone, model, optimizer, 3)
+    optimizer.settle()
+    assert_same_everywhere(model)
+    del model
+    gc.collect()
+    assert not hasattr(optimizer, "settle")
 
 
 @pytest.mark.ranks(1, 2, 3)
