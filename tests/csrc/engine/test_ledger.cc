@@ -282,7 +282,7 @@ TEST(Ledger, MemberThatLeftFailsWhatNeedsIt) {
   Decision d = book.take();
   ASSERT_EQ(d.rejections.size(), 2u);
   for (const auto& rejection : d.rejections) {
-    EXPECT_EQ(rejection.kind, ErrorKind::kPeer);
+    EXPECT_EQ(rejection.kind, ErrorKind::kLeft);
     EXPECT_HAS(rejection.text, "rank 1");
     EXPECT_HAS(rejection.text, "shut down");
   }
