@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <iterator>
+#include <new>
 
 #include "common/clock.h"
 
@@ -14,6 +15,7 @@ class LoopbackChannel : public Channel {
 
   void send(int peer, std::string_view bytes) override {
     std::lock_guard<std::mutex> lock(board_.mutex_);
+    if (board_.ends_[rank_].starved) throw std::bad_alloc();
     board_.ends_[peer].inbox.push_back({rank_, false, std::string(bytes)});
     board_.changed_.notify_all();
   }
@@ -23,6 +25,7 @@ class LoopbackChannel : public Channel {
     auto& end = board_.ends_[rank_];
     sleep(lock, timeout_us, [&] { return end.woken || (!end.frozen && !end.inbox.empty()); });
     end.woken = false;
+    if (end.starved) throw std::bad_alloc();
     if (end.frozen) return;
     std::move(end.inbox.begin(), end.inbox.end(), std::back_inserter(inbox));
     end.inbox.clear();
@@ -94,6 +97,11 @@ void LoopbackSwitchboard::freeze(int rank, bool frozen) {
   std::lock_guard<std::mutex> lock(mutex_);
   ends_[rank].frozen = frozen;
   changed_.notify_all();
+}
+
+void LoopbackSwitchboard::starve(int rank) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ends_[rank].starved = true;
 }
 
 }  // namespace bagua

@@ -18,6 +18,8 @@ class LoopbackSwitchboard {
   void lose(int rank);
   // A rank in this state receives nothing, as if it had been stopped by a signal.
   void freeze(int rank, bool frozen);
+  // From now on this rank has no memory for messages, its own or others'.
+  void starve(int rank);
 
  private:
   friend class LoopbackChannel;
@@ -26,6 +28,7 @@ class LoopbackSwitchboard {
     bool woken = false;
     bool hushed = false;
     bool frozen = false;
+    bool starved = false;
     double alarm_s = 0;  // a now_s() time at which to wake, 0 for none
   };
   std::mutex mutex_;  // guards all ends

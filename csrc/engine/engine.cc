@@ -115,13 +115,13 @@ void Engine::drive(const Handle* until, double deadline_s) {
   }
 }
 
-// One round of what there is to do. Whether that was anything. Where memory does not even suffice
-// to tell of a failure, the engine has failed all the same: somebody waits for this thread.
+// One round of what there is to do. Whether that was anything. Where even telling of a failure
+// fails, as for want of memory, the engine has failed all the same: somebody waits for this thread.
 bool Engine::turn(int timeout_us) {
   try {
     return try_turn(timeout_us);
   } catch (const std::exception&) {
-    door_.fail(out_of_memory_);
+    door_.fail(speechless_);
     return false;
   }
 }
@@ -232,7 +232,7 @@ bool Engine::stopped() {
   try {
     return try_stop();
   } catch (const std::exception&) {
-    return !door_.fail(out_of_memory_);
+    return !door_.fail(speechless_);
   }
 }
 

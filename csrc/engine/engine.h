@@ -103,8 +103,8 @@ class Engine {
   std::vector<Message> inbox_;
 
   // Made ahead: there may be no memory for it when it is needed.
-  const FailurePtr out_of_memory_ =
-      make_failure(ErrorKind::kInternal, "this rank is out of memory, also to say what has failed");
+  const FailurePtr speechless_ =
+      make_failure(ErrorKind::kInternal, "this rank has failed, and could not even say why");
 
   std::thread thread_;  // last: starts when everything else is there
 };

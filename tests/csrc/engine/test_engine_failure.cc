@@ -50,6 +50,29 @@ TEST_P(EveryDriver, RequestsAfterStopAreRefused) {
   EXPECT_CONTAINS(text, "shut down");
 }
 
+TEST_P(EveryDriver, WithoutMemoryToTellOfItAFailureIsOneAllTheSame) {
+  LoopbackWorld world(2, config());
+  world.run([&](int rank) {
+    EXPECT_EQ(sum_of_ones(world[rank], "x"), 2);
+    if (rank == 0) {
+      EXPECT_CONTAINS(error_of<PeerError>([&] { sum_of_ones(world[0], "x"); }), "rank 1");
+      return;
+    }
+    world.board.starve(1);
+    EXPECT_CONTAINS(error_of<InternalError>([&] { sum_of_ones(world[1], "x"); }), "bad_alloc");
+    world.die(1);
+  });
+}
+
+TEST_P(EveryDriver, WithoutMemoryToSayGoodbyeItEnds) {
+  LoopbackWorld world(2, config());
+  world.run([&](int rank) { EXPECT_EQ(sum_of_ones(world[rank], "x"), 2); });
+  world.board.starve(1);
+  world[1].stop();
+  EXPECT_TRUE(world[1].wait_stopped(kHangS));
+  world.die(1);
+}
+
 TEST_P(EveryDriverOnNodes, OneThatShutsDownEarlyFailsThoseThatNeedIt) {
   for (int early = 0; early < 3; ++early) {
     LoopbackWorld world(three(), config());
