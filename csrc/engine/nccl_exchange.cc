@@ -74,12 +74,11 @@ constexpr double kEndS = 2;
 
 // Whether NCCL would do it, whoever asks: a matter of the description alone.
 bool fits(const Description& d) {
-  constexpr OpKind kKinds[] = {OpKind::kAllreduce, OpKind::kBroadcast, OpKind::kAllgather,
-                               OpKind::kReducescatter, OpKind::kAlltoall};  // see run
-  if (std::find(std::begin(kKinds), std::end(kKinds), d.kind) == std::end(kKinds)) return false;
   if (!d.on_device || !d.peers.empty()) return false;
-  if (d.captured && (d.kind == OpKind::kAllgather || d.kind == OpKind::kAlltoall)) return false;
+  const bool varies = d.kind == OpKind::kAllgather || d.kind == OpKind::kAlltoall;
   const bool reduces = d.kind == OpKind::kAllreduce || d.kind == OpKind::kReducescatter;
+  if (!varies && !reduces && d.kind != OpKind::kBroadcast) return false;
+  if (d.captured && varies) return false;
   const bool scales = reduces && (d.prescale != 1 || d.postscale != 1);
   bool all = true;
   for_each_tensor(d, [&](DType dtype, const int64_t*, size_t) {
