@@ -204,6 +204,26 @@ TEST(Compressed, SendsTheCodecsBytes) {
               {0, 1, 2, 3});
 }
 
+TEST(Compressed, WhatTravelsDenselySaysHow) {
+  const Coding coding = parse_coding("topk:4096");
+  with_jobs(2, DType::kF32,
+            [&](int, Job& job) {
+              Floats data(4096, 1);
+              std::vector<std::string> chosen;
+              job.data = reinterpret_cast<char*>(data.data());
+              job.count = 4096;
+              job.coding = &coding;
+              job.chosen = [&](const Collective& row, const Job& exact) {
+                EXPECT_EQ(exact.count, 4096);
+                chosen.emplace_back(row.name);
+              };
+              choose_collective(OpKind::kAllreduce, job, "auto").run(job);
+              ASSERT_EQ(chosen.size(), 1u);
+              EXPECT_NE(chosen[0], "sparse");
+            },
+            {0, 1});
+}
+
 // Exact inside the nodes, whose numbers of ranks may differ; through the codec between them, where
 // leader i of each node speaks for slice i of everything.
 void check_between_nodes(const Coding& coding, const std::vector<int>& node_of, int leaders,
