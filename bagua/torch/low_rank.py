@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,8 @@ from bagua.torch.arrays import is_on_device
 from bagua.torch.buckets import Bucket
 from bagua.torch.pieces import Piece
 from bagua.torch.slot import Slot
+
+_LEAST = -126  # of the exponents of normal numbers
 
 
 class LowRankBucket(Bucket):
@@ -115,19 +118,28 @@ class LowRankBucket(Bucket):
         self._wide.land()
         parts = zip(self.slots, self._wholes, self._bases, self._wide.views)
         for slot, whole, basis, wide in parts:
-            lost, factor = slot.residuals
-            self._expand(basis, wide, whole, lost)
+            self._expand(basis, wide, whole, slot.residuals[0])
             slot.view.copy_(whole.view(slot.view.shape))
-            # P grows as G and Q do: beside Q of G's size, it would leave float32 where G does not.
-            # By a power of two it loses no bit, and what is orthonormal is the same.
-            factor.copy_(wide).div_(_power_near(wide))
-            finite = wide.isfinite().all()  # else there was a NaN or an Inf on some rank
-            if is_on_device(wide):
-                lost.masked_fill_(~finite, 0.0)
-                factor.copy_(torch.where(finite, factor, self._firsts[slot.number]))
-            elif not finite:
-                self.forget(slot)  # it is told once, not for ever
+            self._keep(slot, wide)
         return self._tall.odd
+
+    def _keep(self, slot: Slot, wide: torch.Tensor) -> None:
+        """Q, for the next step; where some rank had a NaN or an Inf, what it began with.
+
+        P is as large as G times Q: with a Q of G's size it would leave float32 where G does not. By
+        a power of two Q loses no bit, and P is the same once it is orthonormal.
+        """
+        lost, factor = slot.residuals
+        most = wide.abs().amax()
+        if is_on_device(wide):  # where the host does not ask
+            finite = most.isfinite()
+            power = torch.ldexp(torch.ones_like(most), (torch.frexp(most)[1] - 1).clamp(_LEAST))
+            factor.copy_(torch.where(finite, wide / power, self._firsts[slot.number]))
+            lost.masked_fill_(~finite, 0.0)
+        elif math.isfinite(most):
+            torch.div(wide, 2.0 ** max(math.frexp(most)[1] - 1, _LEAST), out=factor)
+        else:
+            self.forget(slot)  # it is told once, not for ever
 
     @staticmethod
     def _expand(
@@ -162,9 +174,3 @@ class LowRankBucket(Bucket):
         self._tall.end()
         self._wide.end()
         super().end()
-
-
-def _power_near(matrix: torch.Tensor) -> torch.Tensor:
-    """The power of two that is near its greatest magnitude; of zeros one."""
-    most = matrix.abs().amax()
-    return torch.where(most > 0, torch.ldexp(torch.ones_like(most), torch.frexp(most)[1] - 1), 1.0)
