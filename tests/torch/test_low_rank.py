@@ -146,32 +146,30 @@ def test_is_what_one_loop_over_all_ranks_gives(everyone, hvd, kind, low_rank, wa
         torch.testing.assert_close(ours.double(), right, rtol=1e-3, atol=1e-4)
 
 
-def test_a_matrix_of_that_rank_is_exact_in_the_end(everyone, hvd):
-    param = nn.Parameter(torch.zeros(20, 30))
+def exchanged(hvd, values, low_rank: int, steps: int):
+    """The gradient that comes of these values in the last of so many steps."""
+    param = nn.Parameter(torch.zeros_like(values))
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([param], lr=0.0), algorithm=PowerSGD(low_rank=3, warmup_steps=0)
+        torch.optim.SGD([param], lr=0.0), algorithm=PowerSGD(low_rank=low_rank, warmup_steps=0)
     )
-    mean = gradient(0, 1, (20, 2)) @ gradient(0, 2, (2, 30))
-    for _ in range(3):
+    for _ in range(steps):
         optimizer.zero_grad()
-        (param * mean).sum().backward()
+        (param * values).sum().backward()
         optimizer.step()
-    torch.testing.assert_close(param.grad, mean, rtol=1e-3, atol=1e-3)
+    return param.grad
+
+
+def test_a_matrix_of_that_rank_is_exact_in_the_end(everyone, hvd):
+    mean = gradient(0, 1, (20, 2)) @ gradient(0, 2, (2, 30))
+    torch.testing.assert_close(exchanged(hvd, mean, 3, 3), mean, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e25])
 def test_gradients_of_any_size(everyone, hvd, scale):
     """Though P is of the size of the gradient and Q."""
-    param = nn.Parameter(torch.zeros(20, 30))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([param], lr=0.0), algorithm=PowerSGD(low_rank=2, warmup_steps=0)
-    )
     mean = gradient(0, 1, (20, 1)) @ gradient(0, 2, (1, 30))
-    for _ in range(4):
-        optimizer.zero_grad()
-        (param * (mean * scale)).sum().backward()
-        optimizer.step()
-    torch.testing.assert_close(param.grad / scale, mean, rtol=1e-3, atol=1e-3)
+    result = exchanged(hvd, mean * scale, 2, 4)
+    torch.testing.assert_close(result / scale, mean, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("resume_at", [1, 3, 4])
