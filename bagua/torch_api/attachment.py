@@ -55,7 +55,7 @@ class Attachment:
         self._offer_to_unscale()
         # There are no hooks for zero_grad.
         optimizer.zero_grad = _weakly(self._zero_grad)  # type: ignore[method-assign]
-        optimizer.settle = _weakly(self._settle)  # type: ignore[attr-defined]
+        optimizer.settle = _weakly(self.distributed.settle)  # type: ignore[attr-defined]
 
     def __del__(self) -> None:
         for hook in self._hooks:
@@ -106,9 +106,6 @@ class Attachment:
         self._hidden = [(param, param.grad) for param in params]
         for param in params:
             param.grad = None
-
-    def _settle(self) -> None:
-        self.distributed.settle()
 
     def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
         self.distributed.zeroed()
