@@ -21,7 +21,7 @@ _HOME = {
     "bagua.common.process_set": "ProcessSet global_process_set",
     "bagua.common.handle": "Handle poll synchronize",
     "bagua.common.kinds": "ReduceOp Average Sum Adasum Min Max Product",
-    "bagua.common.errors": "BaguaError UsageError PeerError InternalError",
+    "bagua.common.errors": "BaguaError UsageError PeerError LeftError InternalError",
     "bagua.common.numpy_ops": (
         "allreduce allreduce_ allreduce_async allreduce_async_ "
         "grouped_allreduce grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ "

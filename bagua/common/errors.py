@@ -1,4 +1,4 @@
-"""The three kinds of error: the caller can fix it, another rank failed, or we did."""
+"""The three kinds of error: the caller can fix it, another rank failed or left, or we did."""
 
 from __future__ import annotations
 

@@ -331,7 +331,7 @@ say("goes on")
 """,
     )
     for rank in {0, 1, 2} - {early}:
-        errors = re.findall(r"^PeerError .*$", result.stdout[rank], re.M)
+        errors = re.findall(r"^LeftError .*$", result.stdout[rank], re.M)
         assert len(errors) == 2, result
         for error in errors:
             # Those who went on may have come to their end by now, too.
@@ -351,7 +351,7 @@ bagua.allreduce(one())
         fault_tolerant=True,
     )
     assert "RuntimeError: bad batch" in result.stderr[1]
-    assert "PeerError" in result.stderr[0], result
+    assert "LeftError" in result.stderr[0], result
     assert "rank 1" in result.stderr[0]
     assert result.exit_code != 0
 
