@@ -16,7 +16,7 @@ class PeerError(BaguaError):
 
 
 class LeftError(PeerError):
-    """Another rank has shut down as it should, and takes no part in an operation any more."""
+    """Another rank has shut down, and takes no part in an operation any more."""
 
 
 class InternalError(BaguaError):

@@ -50,6 +50,7 @@ from bagua.torch.exceptions import (
     BaguaError,
     HorovodInternalError,
     InternalError,
+    LeftError,
     PeerError,
     UsageError,
 )
@@ -106,6 +107,7 @@ __all__ = [
     "Handle",
     "HorovodInternalError",
     "InternalError",
+    "LeftError",
     "Max",
     "Min",
     "PeerError",
