@@ -27,7 +27,7 @@ ifneq ($(words $(CURDIR)),1)
 $(error the path of this clone, $(CURDIR), has a space, which MPI's compiler wrapper cannot cope with; move it)
 endif
 
-.PHONY: help dev demo test test-csrc test-python test-frontend test-beside test-slow test-arm test-gpu sanitize-gpu test-hosts test-pretended test-parallel lint format sanitize bench bench-agreement clean googletest
+.PHONY: help dev demo test test-csrc test-python test-several-ranks test-rest test-slow test-arm test-gpu sanitize-gpu test-hosts test-pretended test-parallel lint format sanitize bench bench-agreement clean googletest
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,22 +50,23 @@ ifdef PYTEST_ARGS
 test-python: dev
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
-# Ranks wait for each other, which leaves a core half idle. The second half prints when it has ended.
+# Two halves at once, since ranks that wait for each other leave a core half idle: the frontend on several
+# ranks, and the rest, which prints when it has ended.
 test-python: dev
-	@$(MAKE) --no-print-directory -j2 -k test-frontend test-beside
+	@$(MAKE) --no-print-directory -j2 -k test-several-ranks test-rest
 endif
 
 EVERYDAY := -m pytest -m 'not slow'
-test-frontend:
+test-several-ranks:
 	@$(BIN)/python $(EVERYDAY) tests/torch -k 'not np1'
-test-beside:
+test-rest:
 	@mkdir -p build
 	status=0
 	{
 	  $(BIN)/python $(EVERYDAY) -p no:cacheprovider --ignore=tests/parallel --ignore=tests/torch || status=1
 	  $(BIN)/python $(EVERYDAY) -p no:cacheprovider tests/torch -k np1 || status=1
-	} >build/test-beside.log 2>&1
-	cat build/test-beside.log
+	} >build/test-rest.log 2>&1
+	cat build/test-rest.log
 	exit $$status
 
 test-slow: dev ## the tests that take long: they wait for time limits, start many processes or run what docs show
