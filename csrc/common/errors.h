@@ -7,7 +7,7 @@
 
 namespace bagua {
 
-// kLeft is kPeer of a rank that has shut down as it should, which ends no exchange but its own.
+// kLeft is kPeer of a rank that has shut down, which ends no exchange but its own.
 enum class ErrorKind : uint8_t { kUsage, kPeer, kInternal, kLeft };
 
 class Error : public std::runtime_error {
