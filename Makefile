@@ -57,6 +57,7 @@ test-python: dev
 endif
 
 EVERYDAY := -m pytest -m 'not slow'
+REST_LOG := build/test-rest.log
 test-several-ranks:
 	@$(BIN)/python $(EVERYDAY) tests/torch -k 'not np1'
 test-rest:
@@ -65,8 +66,8 @@ test-rest:
 	{
 	  $(BIN)/python $(EVERYDAY) -p no:cacheprovider --ignore=tests/parallel --ignore=tests/torch || status=1
 	  $(BIN)/python $(EVERYDAY) -p no:cacheprovider tests/torch -k np1 || status=1
-	} >build/test-rest.log 2>&1
-	cat build/test-rest.log
+	} >$(REST_LOG) 2>&1
+	cat $(REST_LOG)
 	exit $$status
 
 test-slow: dev ## the tests that take long: they wait for time limits, start many processes or run what docs show

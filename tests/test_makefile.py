@@ -40,6 +40,18 @@ def test_kernels_are_run_under_a_sanitizer(tmp_path: Path):
     assert "is missing" in make("-o", "dev", "sanitize-gpu", "SANITIZER=").stdout
 
 
+@pytest.mark.parametrize("failing", ["-k?not?np1", "-k?np1", "--ignore=*", "nothing"])
+def test_everyday_tests_fail_with_each_part(tmp_path: Path, failing: str):
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\necho "$@"\ncase "$*" in *{failing}) exit 1; esac\n')
+    python.chmod(0o755)
+    log = tmp_path / "log"  # another one than that of the run that this test is in
+    ran = make("-o", "dev", "test-python", f"VENV={tmp_path}", f"REST_LOG={log}")
+    assert ran.stdout.count("-m pytest") == 3
+    assert (ran.returncode == 0) == (failing == "nothing")
+
+
 @pytest.mark.parametrize("for_gpus", [True, False])
 def test_a_gpu_is_not_skipped_over(tmp_path: Path, for_gpus: bool):
     python = tmp_path / "bin" / "python"
