@@ -52,8 +52,8 @@ TEST_P(EveryDriver, RequestsAfterStopAreRefused) {
 
 TEST_P(EveryDriver, WithoutMemoryToTellOfItAFailureIsOneAllTheSame) {
   LoopbackWorld world(2, config());
+  world.run([&](int rank) { EXPECT_EQ(sum_of_ones(world[rank], "x"), 2); });
   world.run([&](int rank) {
-    EXPECT_EQ(sum_of_ones(world[rank], "x"), 2);
     if (rank == 0) {
       EXPECT_CONTAINS(error_of<PeerError>([&] { sum_of_ones(world[0], "x"); }), "rank 1");
       return;
