@@ -148,17 +148,20 @@ def exchanges() -> dict[str, Any]:
         torch.cuda.synchronize()
 
     timed = {name: partial(finished, run) for name, run in runs.items()}
-    figures: dict[str, Any] = interleaved(timed, 10, bagua.barrier)
-    figures |= buckets(raw)
+    # Ranks that share a GPU have it in turns of milliseconds, and wait for each other in all.
+    patient = bagua.size() > torch.cuda.device_count()
+    turn = {"rounds": 2, "turn": 2} if patient else {"rounds": 10, "turn": 5}
+    figures: dict[str, Any] = interleaved(timed, meet=bagua.barrier, **turn)
+    figures |= buckets(raw, count=5 if patient else 50, **turn)
     figures["waits of a step"] = waits(runs["step"])
     return figures
 
 
-def buckets(raw: RawNccl | None) -> dict[str, Any]:
-    """Many sums in a row, each of which the program's stream waits for, as for buckets."""
+def buckets(raw: RawNccl | None, count: int, rounds: int, turn: int) -> dict[str, Any]:
+    """So many sums in a row, each of which the program's stream waits for, as for buckets."""
     import bagua.torch as bagua
 
-    count, runs = 50, {}
+    runs = {}
 
     def repeated(run: Callable[[], Any]) -> None:
         for _ in range(count):
@@ -171,7 +174,7 @@ def buckets(raw: RawNccl | None) -> dict[str, Any]:
         runs[what] = partial(repeated, by_engine)
         if raw:
             runs[f"{what}, nccl"] = partial(repeated, partial(raw.sum, tensor))
-    figures = interleaved(runs, 5, bagua.barrier, turn=3)
+    figures = interleaved(runs, rounds, bagua.barrier, turn)
     for figure in figures.values():
         figure |= {key: figure[key] / count for key in ("median_s", "min_s")}
     for what in [what for what in figures if raw and not what.endswith("nccl")]:

@@ -100,7 +100,7 @@ class Piece:
     def launch(self, urgency: Urgency, lent: Sequence[tuple[int, torch.Tensor, int]] = ()) -> None:
         """Starts the exchange; of these slots not of what is in the arena."""
         if self._counts_ranks:
-            self.flat[self._begins[-1]] = 1
+            self.flat[self._begins[-1]].fill_(1)  # to assign would wait for a device
         self._handle = core.launch_lent(self._arena, urgency, list(lent))
 
     def done(self) -> bool:

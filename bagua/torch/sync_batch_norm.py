@@ -174,7 +174,7 @@ def _statistics(exact: torch.Tensor, process_set: ProcessSet) -> tuple[Any, Any,
         variance = mean = exact.new_zeros(channels)
     # In float64: float32 could not count beyond 2^24, and these are few numbers.
     mine = torch.cat([mean, variance * count, mean.new_zeros(1)]).double()
-    mine[-1] = count
+    mine[-1].fill_(count)  # to assign would wait for a device
     everyone = ops.allgather(mine.unsqueeze(0), process_set=process_set)
     means, squares, counts = everyone.split([channels, channels, 1], dim=1)
     total = counts.sum()

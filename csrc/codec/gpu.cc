@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "codec/gpu_kernels.h"
-#include "codec/singles.h"
 #include "common/errors.h"
 
 namespace bagua {
@@ -20,12 +19,6 @@ const Kernels& kernels_of(const Coding& coding) {
   const Kernels* found = find_kernels(coding);
   if (!found) throw InternalError(std::string("no kernels for ") + coding.codec->name);
   return *found;
-}
-
-template <class S>
-void scale_on_host(void* data, int64_t count, float factor) {
-  auto* values = static_cast<typename S::Wire*>(data);
-  for (int64_t i = 0; i < count; ++i) values[i] = scaled<S>(values[i], factor);
 }
 
 // Halves are loaded at multiples of 2 bytes, which is where tensors of them may begin.
@@ -97,12 +90,10 @@ void gpu_add_up(const Coding& coding, const Wires& wires, Finish finish, float* 
   });
 }
 
-void gpu_scale(DType dtype, void* data, int64_t count, float factor, Device& device,
+void gpu_scale(DType dtype, void* data, int64_t count, double factor, Device& device,
                Device::Stream stream) {
   if (count == 0) return;
-  const auto on_host = [=] {
-    (dtype == DType::kF16 ? scale_on_host<Half> : scale_on_host<BrainHalf>)(data, count, factor);
-  };
+  const auto on_host = [=] { scale(dtype, data, count, factor); };
   if (device.works_on_host(stream, on_host)) return;
   device.as_current([&] { scale_kernels(dtype)(data, count, factor, stream); });
 }

@@ -33,8 +33,8 @@ void gpu_add_up(const Coding& coding, const Wires& wires, Finish finish, float* 
 void gpu_sum(const Coding& coding, const Wires& wires, Finish finish, int64_t count, float* out,
              Device& device, Device::Stream stream);
 
-// Multiplies floats of 16 bits, as floats, and rounds once.
-void gpu_scale(DType dtype, void* data, int64_t count, float factor, Device& device,
+// Multiplies floats; those of 16 bits as floats of 32, and rounds once.
+void gpu_scale(DType dtype, void* data, int64_t count, double factor, Device& device,
                Device::Stream stream);
 
 }  // namespace bagua

@@ -7,10 +7,8 @@
 #pragma once
 
 #include <algorithm>
-#include <map>
-#include <mutex>
+#include <limits>
 #include <string>
-#include <tuple>
 
 #include "codec/format.h"
 #include "codec/gpu.h"
@@ -28,8 +26,8 @@ struct Kernels {
 };
 const Kernels* value_kernels(const std::string& name);
 const Kernels* topk_kernels(const std::string& name);
-// How floats of 16 bits are multiplied, see gpu_scale.
-using Scale = void (*)(void*, int64_t, float, Device::Stream);
+// How floats are multiplied, see gpu_scale.
+using Scale = void (*)(void*, int64_t, double, Device::Stream);
 Scale scale_kernels(DType dtype);
 
 #ifdef __CUDACC__
@@ -74,23 +72,10 @@ struct Finishing {
 
 inline cudaStream_t as_cuda(Device::Stream stream) { return static_cast<cudaStream_t>(stream); }
 
-// So many blocks of threads, but not more than the device runs at once: each goes on with what is
-// left, and none waits until another has made room.
-inline int grid_of(int64_t blocks, const void* kernel, int threads, int nbytes) {
-  static std::mutex mutex;
-  static std::map<std::tuple<int, const void*, int>, int> known;  // asking takes a while
-  int device = 0;
-  cudaGetDevice(&device);
-  const std::lock_guard<std::mutex> lock(mutex);
-  int& most = known[{device, kernel, nbytes}];
-  if (most == 0) {
-    int each = 1, processors = 1;
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads,
-                                                  static_cast<size_t>(nbytes));
-    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    most = std::max(1, each * processors);
-  }
-  return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(blocks, most)));
+// A block of threads for each that there is work for, if the device counts so far: to have only as
+// many as run at once, which go on with what is left, was slower for all codecs but sums.
+inline int grid_of(int64_t blocks) {
+  return static_cast<int>(std::min<int64_t>(blocks, std::numeric_limits<int>::max()));
 }
 
 template <class K>
@@ -124,9 +109,7 @@ struct Launch {
     const int nbytes = K::shared_nbytes(shape);
     if (nbytes > 48 << 10)  // more than usual is asked for
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, nbytes);
-    const int grid =
-        grid_of(K::blocks(count), reinterpret_cast<const void*>(kernel), K::kThreads, nbytes);
-    kernel<<<grid, K::kThreads, nbytes, as_cuda(stream)>>>(shape, args...);
+    kernel<<<grid_of(K::blocks(count)), K::kThreads, nbytes, as_cuda(stream)>>>(shape, args...);
   }
   static void encode(const Coding& coding, const float* in, float* residual, int64_t count,
                      char* wire, Device::Stream stream) {

@@ -1,4 +1,4 @@
-// Floats of 16 bits, multiplied: 16 bytes to a thread at a time, where they lie so.
+// Floats, multiplied: 16 bytes to a thread at a time, where they lie so.
 #include "codec/gpu_kernels.h"
 #include "codec/singles.h"
 
@@ -6,6 +6,16 @@ namespace bagua {
 namespace {
 
 constexpr int kThreads = 256;
+
+// No codec's format, but scaled alike.
+struct Double {
+  using Wire = double;
+  __device__ static double code(double x) { return x; }
+  __device__ static double value(double code) { return code; }
+};
+// What its values are computed with.
+template <class S>
+using Factor = decltype(S::value({}));
 
 template <class S>
 struct alignas(16) Pack {
@@ -15,7 +25,7 @@ struct alignas(16) Pack {
 
 template <class S>
 __global__ void __launch_bounds__(kThreads)
-    scale_kernel(typename S::Wire* data, int64_t packs, int64_t count, float factor) {
+    scale_kernel(typename S::Wire* data, int64_t packs, int64_t count, Factor<S> factor) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   for (int64_t i = first; i < packs; i += step) {
@@ -29,17 +39,27 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class S>
-void launch(void* data, int64_t count, float factor, Device::Stream stream) {
+void launch(void* data, int64_t count, double factor, Device::Stream stream) {
   const bool whole = reinterpret_cast<uintptr_t>(data) % sizeof(Pack<S>) == 0;
   const int64_t packs = whole ? count / Pack<S>::kEach : 0;
-  const int64_t blocks = ((whole ? packs : count) + kThreads - 1) / kThreads;
-  const int grid = grid_of(blocks, reinterpret_cast<const void*>(scale_kernel<S>), kThreads, 0);
-  scale_kernel<S><<<grid, kThreads, 0, as_cuda(stream)>>>(static_cast<typename S::Wire*>(data),
-                                                          packs, count, factor);
+  const int64_t blocks = (std::max<int64_t>(whole ? packs : count, 1) + kThreads - 1) / kThreads;
+  scale_kernel<S><<<grid_of(blocks), kThreads, 0, as_cuda(stream)>>>(
+      static_cast<typename S::Wire*>(data), packs, count, static_cast<Factor<S>>(factor));
 }
 
 }  // namespace
 
-Scale scale_kernels(DType dtype) { return dtype == DType::kF16 ? launch<Half> : launch<BrainHalf>; }
+Scale scale_kernels(DType dtype) {
+  switch (dtype) {
+    case DType::kF16:
+      return launch<Half>;
+    case DType::kBF16:
+      return launch<BrainHalf>;
+    case DType::kF32:
+      return launch<Float>;
+    default:
+      return launch<Double>;
+  }
+}
 
 }  // namespace bagua

@@ -34,9 +34,9 @@ struct BrainHalf {
   BAGUA_BOTH static float term(BF16 code) { return to_float(code); }
 };
 
-// A value of such a format, multiplied as a float and rounded once.
-template <class S>
-BAGUA_BOTH typename S::Wire scaled(typename S::Wire x, float factor) {
+// A value of such a format, multiplied as it is computed with, and rounded once.
+template <class S, class Factor>
+BAGUA_BOTH typename S::Wire scaled(typename S::Wire x, Factor factor) {
   return S::code(S::value(x) * factor);
 }
 

@@ -14,7 +14,7 @@
 #include "engine/allreduce.h"
 #include "engine/nccl_coded.h"
 #include "engine/outcome.h"
-#include "engine/short_factor.h"
+#include "engine/split_factor.h"
 
 namespace bagua {
 namespace {
@@ -166,8 +166,8 @@ bool NcclExchange::takes_kernels(const Description& d) const {
   const Finish finish = finish_of(d, group_->size());
   bool any = false;
   for_each_tensor(d, [&](DType dtype, const int64_t*, size_t) {
-    const bool is_short = dtype == DType::kF16 || dtype == DType::kBF16;
-    any = any || (is_short && short_factor(dtype, finish.factor / finish.divisor).after != 1);
+    const double factor = finish.factor / finish.divisor;
+    any = any || (is_float(dtype) && split_factor(dtype, factor, group_->size()).after != 1);
   });
   return any;
 }
@@ -267,13 +267,14 @@ char* NcclExchange::borrow(size_t nbytes) {
 template <class Give>
 void NcclExchange::reduce(const Job& job, const std::vector<NcclGroup::Piece>& results,
                           Give&& give) {
-  const bool is_short = job.dtype == DType::kF16 || job.dtype == DType::kBF16;
-  if (!is_short || !is_linear(job.op)) return give({job.op, job.finish.factor});
-  const ShortFactor factor = short_factor(job.dtype, job.finish.factor / job.finish.divisor);
-  if (factor.after == 1) return give({job.op, job.finish.factor});
+  if (!is_float(job.dtype) || !is_linear(job.op)) return give({job.op, job.finish.factor});
+  const SplitFactor factor =
+      split_factor(job.dtype, job.finish.factor / job.finish.divisor, group_->size());
+  const bool alone = group_->size() == 1;  // whose average is the sum
+  if (factor.after == 1) return give({alone ? ReduceOp::kSum : job.op, job.finish.factor});
   give({ReduceOp::kSum, factor.before});
   for (const NcclGroup::Piece& p : results)
-    gpu_scale(job.dtype, p.out, p.count, static_cast<float>(factor.after), *device_, on_);
+    gpu_scale(job.dtype, p.out, p.count, factor.after, *device_, on_);
 }
 
 void NcclExchange::run(OpKind kind, const Job& job) {

@@ -104,16 +104,14 @@ void average(const Coding& c, const std::vector<py::object>& wires, const py::ob
   c.decode(to.plain.data, count, out.values());
 }
 
-// Multiplies floats of 16 bits, and rounds once.
-void scale_short(const py::object& values, double factor) {
+// Multiplies floats, and rounds once.
+void scale_floats(const py::object& values, double factor) {
   Plain plain = {};
-  if (!read_plain(values.ptr(), plain) ||
-      (plain.dtype != DType::kF16 && plain.dtype != DType::kBF16))
-    throw UsageError("writable float16 or bfloat16 in C order is needed");
+  if (!read_plain(values.ptr(), plain) || !is_float(plain.dtype))
+    throw UsageError("writable floats in C order are needed");
   if (plain.device == kHost) return scale(plain.dtype, plain.data, plain.count(), factor);
   Device& device = device_of(plain.device);
-  gpu_scale(plain.dtype, plain.data, plain.count(), static_cast<float>(factor), device,
-            current_stream(device));
+  gpu_scale(plain.dtype, plain.data, plain.count(), factor, device, current_stream(device));
 }
 
 }  // namespace
@@ -131,7 +129,7 @@ void add_coding_type(py::module_& m) {
       .def("decode", decode, py::arg("wire"), py::arg("values"), py::arg("isa") = "")
       .def("average", average, py::arg("wires"), py::arg("wire"), py::arg("values"),
            py::arg("residual") = py::none());
-  m.def("scale_short", scale_short);
+  m.def("scale", scale_floats);
   m.def("isas", [] {
     std::vector<std::string> names;
     for (int i = 0; i < kIsaCount; ++i)

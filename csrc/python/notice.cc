@@ -27,6 +27,10 @@ bool copied_here(const Plain& source) {
   return source.nbytes() <= kSmallNbytes && source.device == kHost &&
          !Bucket::in_an_arena(source.data);
 }
+// By torch, with others: those of a device are copied many at once.
+bool copied_at_once(const Plain& source) {
+  return source.device != kHost && !Bucket::in_an_arena(source.data);
+}
 
 PyObject* call(PyObject* self, PyObject* args, PyObject*) {
   return guarded([&]() -> PyObject* {
@@ -150,7 +154,7 @@ bool Notice::find(PyObject* now) {
   Plain source;
   if (!read(now, source)) return false;
   if (source.data == place.data) return true;
-  if (!copied_here(source)) return false;
+  if (!copied_here(source) && !copied_at_once(source)) return false;
   grad = new_ref(now);
   found = source.data;
   return true;

@@ -69,7 +69,7 @@ class NcclGroup {
 
   static bool can_move(DType dtype);
   static bool can_reduce(DType dtype, ReduceOp op);
-  // Factors are numbers of the values' own type, see short_factor.h for short ones.
+  // Factors are numbers of the values' own type, see split_factor.h.
   void allreduce(const std::vector<Piece>& pieces, DType dtype, How how);
   void broadcast(const std::vector<Piece>& pieces, DType dtype, int root);
   void allgather(const char* in, char* out, const Counts& counts, DType dtype);

@@ -17,7 +17,7 @@ def reduced(**options):
     def run(hvd, put):
         return [
             hvd.allreduce(put(drawn(hvd, count, dtype=dtype)), **_named(hvd, options))
-            for count in (1, 1001, 2_000_003)
+            for count in (1, 1001, 2_048_003)
             for dtype in (torch.float32, torch.float64, torch.float16, torch.int32, torch.int64)
             if dtype.is_floating_point or options["op"] not in ("Average", "Adasum")
         ]
@@ -76,7 +76,11 @@ def compressed(hvd, put):
 
 def scaled(hvd, put):
     factors = {"prescale_factor": 0.5, "postscale_factor": 4.0}
-    return [hvd.allreduce(put(drawn(hvd, 99)), op=hvd.Sum, **factors)]
+    return [
+        hvd.allreduce(put(drawn(hvd, count, dtype=dtype)), op=hvd.Sum, **factors)
+        for count in (99, 2_048_003)
+        for dtype in (torch.float32, torch.float64, torch.float16)
+    ]
 
 
 def in_a_process_set(hvd, put):

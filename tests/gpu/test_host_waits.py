@@ -40,6 +40,17 @@ def test_it_tells(hvd):
         float(torch.ones(3, device="cuda").sum())
 
 
+def test_the_benchmarks_trace_tells(hvd):
+    from benchmarks.gpu import waits
+
+    def look(reads):
+        total = torch.ones(3, device="cuda").sum()
+        return float(total) if reads else None
+
+    assert waits(lambda: look(reads=True))
+    assert not waits(lambda: look(reads=False))
+
+
 @pytest.mark.parametrize("name", names())
 def test_every_algorithm(hvd, name):
     algorithm = find(name)  # without its warm-up, and in every step or every other

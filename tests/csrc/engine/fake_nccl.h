@@ -1,6 +1,7 @@
 // NCCL's functions, done by threads: what is given to a stream of a pretended device waits there
 // for the other ranks. Communicators prepare for a while, after each group, too. They reduce
-// floats, of 32 and 16 bits; those of 16 they round whenever they add.
+// floats, of 32 and 16 bits; those of 16 they round whenever they add. Those of a single rank lose
+// the last value of what they scale, as before 2.29.7.
 #pragma once
 
 #include <algorithm>
@@ -358,10 +359,11 @@ class FakeNccl {
     const auto size = static_cast<float>(comm->world->size);
     float factor = number >= 5 ? comm->factors[static_cast<size_t>(number - 5)] : 1.0f;
     if (op == NcclOp::kAverage && type != NcclType::kF32) factor = rounded(type, 1 / size);
+    const bool loses = size == 1 && (op == NcclOp::kAverage || number >= 5);
     return [=](const std::vector<const char*>& ins, std::vector<char>& result) {
       result.resize(count * nbytes_of(type));
       const bool divides = op == NcclOp::kAverage && type == NcclType::kF32;  // at the end
-      for (size_t i = 0; i < count; ++i) {
+      for (size_t i = 0; i < count - (loses ? 1 : 0); ++i) {
         float x = op == NcclOp::kMax ? -1e30f : 0.0f;
         for (const char* one : ins) {
           const float theirs = rounded(type, load(type, one, i) * factor);

@@ -10,7 +10,7 @@
 #include "common/clock.h"
 #include "engine/bucket.h"
 #include "engine/program.h"
-#include "engine/short_factor.h"
+#include "engine/split_factor.h"
 #include "kernel/half.h"
 
 namespace bagua {
@@ -23,7 +23,7 @@ std::shared_ptr<char> cleared(PretendDevice& device, size_t nbytes) {
 }
 
 TEST(NcclExchange, ReducesWhatADeviceHasYetToCompute) {
-  for (const int n : {2, 3}) {
+  for (const int n : {1, 2, 3}) {
     const int before = FakeNccl::calls();
     GpuWorld world(n);
     world.run([&](int rank, Gpu& gpu, Engine& engine) {
@@ -37,11 +37,14 @@ TEST(NcclExchange, ReducesWhatADeviceHasYetToCompute) {
         EXPECT_EQ(gpu.exchange(engine, request, values),
                   all(values.size(), step == 2 ? sum / 2 : sum));
       }
-      gpu.compute(values, static_cast<float>(rank));
-      RequestPtr mean = allreduce_of("mean", values, ReduceOp::kAverage);
-      mean->description.postscale = 4;
-      EXPECT_EQ(gpu.exchange(engine, mean, values),
-                all(values.size(), 2 * static_cast<float>(n - 1)));
+      for (const double postscale : {4, 1}) {
+        gpu.compute(values, static_cast<float>(rank + 1));
+        RequestPtr mean = allreduce_of("mean", values, ReduceOp::kAverage);
+        mean->name += std::to_string(postscale);
+        mean->description.postscale = postscale;
+        EXPECT_EQ(gpu.exchange(engine, mean, values),
+                  all(values.size(), static_cast<float>(postscale * (n + 1) / 2)));
+      }
       gpu.compute(values, static_cast<float>(rank));
       RequestPtr most = allreduce_of("max", values, ReduceOp::kMax);
       EXPECT_EQ(gpu.exchange(engine, most, values), all(values.size(), static_cast<float>(n - 1)));
@@ -52,7 +55,7 @@ TEST(NcclExchange, ReducesWhatADeviceHasYetToCompute) {
       EXPECT_EQ(gpu.exchange(engine, broadcast, values),
                 all(values.size(), static_cast<float>(n - 1)));
     });
-    EXPECT_EQ(FakeNccl::calls() - before, 7 * n) << "all of them went that way";
+    EXPECT_EQ(FakeNccl::calls() - before, 8 * n) << "all of them went that way";
   }
 }
 
@@ -367,10 +370,10 @@ TEST(NcclExchange, OfSomeRanksAndOfOne) {
 }
 
 // What a factor is made of is what it is, and the first part is a number of the type.
-TEST(ShortFactor, HasTwoParts) {
+TEST(SplitFactor, HasTwoParts) {
   for (const double factor : {1.0, 0.25, -0.5, 1.0 / 3, -1.0 / 12, 7.0, 1e-9, 1e9, 0x1p-20, 0.0})
     for (const DType dtype : {DType::kF16, DType::kBF16}) {
-      const ShortFactor two = short_factor(dtype, factor);
+      const SplitFactor two = split_factor(dtype, factor, 2);
       EXPECT_EQ(two.before * two.after, factor);
       const auto before = static_cast<float>(two.before);
       EXPECT_EQ(dtype == DType::kF16 ? to_float(to_f16(before)) : to_float(to_bf16(before)),
@@ -378,11 +381,14 @@ TEST(ShortFactor, HasTwoParts) {
       EXPECT_GE(two.after, 0);
     }
   for (const int n : {1, 2, 4, 64})
-    EXPECT_EQ(short_factor(DType::kF16, 1.0 / n).after, 1) << "one operation, no kernel";
+    EXPECT_EQ(split_factor(DType::kF16, 1.0 / n, n).after, 1) << "one operation, no kernel";
   for (const int n : {3, 6, 12, 1000}) {
-    EXPECT_LE(n * short_factor(DType::kF16, 1.0 / n).before, 1) << "sums do not overflow";
-    EXPECT_GT(2 * n * short_factor(DType::kF16, 1.0 / n).before, 1);
+    EXPECT_LE(n * split_factor(DType::kF16, 1.0 / n, n).before, 1) << "sums do not overflow";
+    EXPECT_GT(2 * n * split_factor(DType::kF16, 1.0 / n, n).before, 1);
+    EXPECT_EQ(split_factor(DType::kF32, 1.0 / n, n).after, 1) << "a number of the type";
   }
+  for (const DType dtype : {DType::kF16, DType::kF32, DType::kF64})
+    EXPECT_EQ(split_factor(dtype, 0.7, 1).before, 1) << "a single rank's NCCL would lose values";
 }
 
 // Two tensors of so many values, of rank r in step s: value(r, s, i), averaged; what all ranks got.
@@ -420,7 +426,7 @@ std::vector<std::vector<float>> averages(int n, DType dtype, int64_t count, doub
 
 // Though such a type has no number for a third.
 TEST(NcclExchange, AveragesShortFloats) {
-  for (const int n : {2, 3, 6})
+  for (const int n : {1, 2, 3, 6})
     for (const bool half : {true, false})
       for (const double postscale : {1.0, 0.7}) {
         const int64_t count = 1001;
