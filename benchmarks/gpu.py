@@ -152,7 +152,7 @@ def exchanges() -> dict[str, Any]:
     patient = bagua.size() > torch.cuda.device_count()
     turn = {"rounds": 2, "turn": 2} if patient else {"rounds": 10, "turn": 5}
     figures: dict[str, Any] = interleaved(timed, meet=bagua.barrier, **turn)
-    figures |= buckets(raw, count=5 if patient else 50, **turn)
+    figures |= buckets(raw, count=50, **turn)
     figures["waits of a step"] = waits(runs["step"])
     return figures
 

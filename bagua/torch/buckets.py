@@ -87,6 +87,7 @@ class Bucket:
         self._lay_out()
         self._params = [slot.param for slot in self.slots]
         self._notices = [slot.notice for slot in self.slots]
+        self._views = [slot.view for slot in self.slots]
         # Exchanges of several contributions add up to one of their sum only if they are linear.
         linear = op in (ReduceOp.Average, ReduceOp.Sum)
         lends = linear and not transforms
@@ -136,7 +137,8 @@ class Bucket:
     def fill(self) -> None:
         """Brings gradients that are elsewhere into the arena; none means zeros."""
         try:
-            self._elsewhere += [self._place_of(i) for i in core.fill(self._notices)]
+            changed = core.fill(self._views, self._notices, self._elsewhere)
+            self._elsewhere += [self._place_of(i) for i in changed]
             if self._without:
                 torch._foreach_zero_(self._without)
             if self._elsewhere:

@@ -24,7 +24,7 @@ char* data_of(PyObject* tensor) {
   return reinterpret_cast<char*>(as_int(address.ptr()));
 }
 
-// Calls f(i, parameter, notice) for each pair of two lists of one length.
+// Calls f(i, object, notice) for each pair of two lists of one length.
 template <class F>
 void for_each_pair(PyObject* const* args, Py_ssize_t count, F&& f) {
   if (count != 2 || !PyList_Check(args[0]) || !PyList_Check(args[1]) ||
@@ -55,23 +55,29 @@ PyObject* locate(PyObject*, PyObject* const* args, Py_ssize_t count) {
     });
   });
 }
-// fill(notices), of one bucket: copies what has been located; returns the positions of what it
-// left.
-PyObject* fill(PyObject*, PyObject* notices) {
+// fill(views, notices, pairs), of one bucket: copies what has been located; to `pairs` it adds the
+// view and the gradient of each that is on a device. Returns the positions of what it left.
+PyObject* fill(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
+    if (count != 3) throw py::type_error("fill takes 3 lists");
+    auto pairs = py::reinterpret_borrow<py::list>(args[2]);
     py::list left;
     int64_t copied_nbytes = 0;
     Bucket* bucket = nullptr;
-    for (Py_ssize_t i = 0; i < PyList_Size(notices); ++i) {
-      Notice& notice = as_notice(PyList_GET_ITEM(notices, i));
-      if (!notice.found) continue;
+    for_each_pair(args, 2, [&](Py_ssize_t i, PyObject* view, Notice& notice) {
+      if (!notice.found) return;
       bucket = notice.bucket.get();
-      if (notice.fill()) {
-        copied_nbytes += notice.place.nbytes();
-      } else {
-        left.append(i);
+      switch (notice.fill()) {
+        case Notice::Filled::kDone:
+          copied_nbytes += notice.place.nbytes();
+          break;
+        case Notice::Filled::kOnDevice:
+          pairs.append(py::make_tuple(py::handle(view), py::handle(notice.grad)));
+          break;
+        case Notice::Filled::kChanged:
+          left.append(i);
       }
-    }
+    });
     if (bucket) bucket->touch(2 * copied_nbytes);
     return left.release().ptr();
   });
@@ -180,7 +186,7 @@ PyObject* unchanged(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyMethodDef functions[] = {
     {"locate", as_method(locate), METH_FASTCALL, "Looks where gradients are."},
-    {"fill", fill, METH_O, "Copies those into the arena."},
+    {"fill", as_method(fill), METH_FASTCALL, "Copies those into the arena."},
     {"strays", as_method(strays), METH_FASTCALL, "Gradients that may be where others belong."},
     {"holders", holders, METH_O, "How many hold a parameter's gradient, in Python and in torch."},
     {"launch", as_method(launch), METH_FASTCALL, "Starts the exchange of a bucket."},

@@ -160,13 +160,15 @@ bool Notice::find(PyObject* now) {
   return true;
 }
 
-bool Notice::fill() {
+Notice::Filled Notice::fill() {
   const char* before = std::exchange(found, nullptr);
   Plain source;
   const bool same = read_memory(grad, source) && source.data == before && alike(source, place);
-  if (!same && !(read(grad, source) && copied_here(source))) return false;
+  if (!same && !(read(grad, source) && (copied_here(source) || copied_at_once(source))))
+    return Filled::kChanged;
+  if (place.device != kHost) return Filled::kOnDevice;
   plain_copy(place.data, source.data, static_cast<size_t>(source.nbytes()));
-  return true;
+  return Filled::kDone;
 }
 
 void Notice::lend(PyObject* tensor) {

@@ -23,9 +23,12 @@ struct Notice {
   // Looks where the gradient is; fill() copies it if it is not in the arena yet. False: that is
   // left to the caller, as all that is in some arena's memory, which may be written to before.
   bool find(PyObject* now);
-  // False: it is on a device; or since it was found, another thread has given the gradient other
-  // memory that is not read here.
-  bool fill();
+  enum class Filled {
+    kDone,
+    kOnDevice,  // where torch copies `grad`
+    kChanged,   // another thread has given the gradient other memory, which is not read here
+  };
+  Filled fill();
   void lend(PyObject* tensor);
   // Makes what has been exchanged the parameter's gradient. False: that is left to the caller.
   bool deliver(PyObject* param);

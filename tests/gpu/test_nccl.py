@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from bagua.algorithms import find
 from bagua.common.config import nccl_shares_gpu
 from gpu.sharing import has_nccl, missing
+from gpu.test_training import trained
 
 pytestmark = pytest.mark.ranks(1, 2)
 
@@ -22,3 +24,12 @@ def test_the_host_touches_nothing_that_goes_by_nccl(hvd):
     touched = hvd.counters()["touched_nbytes"] - before
     assert (values == 1).all()
     assert (touched < values.nbytes) == has_nccl(hvd)
+
+
+@pytest.mark.rank_env(BAGUA_NCCL_REGISTER="1")
+@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad"])
+def test_in_registered_memory(hvd, name):
+    on_gpu, on_cpu = (trained(hvd, find(name), device) for device in ("cuda", "cpu"))
+    torch.testing.assert_close(on_gpu, on_cpu, rtol=2e-2, atol=2e-2)
+    for theirs in hvd.allgather_object(on_gpu):
+        assert torch.equal(theirs, on_gpu)
