@@ -3,10 +3,10 @@
     python -m benchmarks.gpu
 
 Codecs code a bucket of 100 MB of float32, beside a copy of it on the device. Then 1 and 2 ranks,
-which share the GPU, sum 64 MB of zeros and train the MLP of 40 MB, beside DistributedDataParallel
-over NCCL where it runs; they sum buckets of several sizes, many in a row, beside NCCL called as it
-is, whose difference is what the engine costs; and a trace of steps tells where the host waited for
-the GPU.
+which share the GPU, sum 64 MB of zeros and train the MLP of 40 MB and a model of 500 parameters of
+4 KB, beside DistributedDataParallel over NCCL where it runs; they sum buckets of several sizes,
+many in a row, beside NCCL called as it is, whose difference is what the engine costs; and a trace
+of steps tells where the host waited for the GPU.
 Prints tables, and keeps them and the figures in benchmarks/results/, by the name of the device:
 nothing is written there but what a run has measured.
 """
@@ -29,7 +29,7 @@ import torch
 from bagua.common.config import nccl_shares_gpu
 from bagua.common.nccl import FIRST_THAT_SHARES, nccl_version
 from benchmarks.measure import interleaved
-from benchmarks.models import mlp, step
+from benchmarks.models import ManyParameters, mlp, step
 from benchmarks.ranks import on_ranks
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def table_of_exchanges(ranks: int, figures: dict[str, Any]) -> str:
     lines = [f"{ranks} ranks" if ranks > 1 else "1 rank"]
     for what, figure in figures.items():
         if figure is not found:
-            lines.append(f"{what:<24}{figure['median_s'] * 1e3:>9.3f} ms")
+            lines.append(f"{what:<30}{figure['median_s'] * 1e3:>9.3f} ms")
     lines.append(f"the host waits in a step: {found or 'never'}")
     return "\n".join(lines)
 
@@ -124,24 +124,25 @@ def exchanges() -> dict[str, Any]:
     bagua.init(allow_shared_gpu=True)
     torch.cuda.set_device(bagua.local_rank() % torch.cuda.device_count())
     tensor, inputs = torch.zeros(16 << 20, device="cuda"), torch.randn(64, 784, device="cuda")
-    model, alone = mlp().cuda(), mlp().cuda()
-    bagua.broadcast_parameters(model.state_dict())
-    optimizer = bagua.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters()
-    )
-    plain = torch.optim.SGD(alone.parameters(), lr=1e-3)
     runs: dict[str, Callable[[], Any]] = {
-        "allreduce 64 MB": lambda: bagua.allreduce_(tensor, name="large", op=bagua.Sum),
-        "step": lambda: step(model, optimizer, inputs),
-        "step alone": lambda: step(alone, plain, inputs),
+        "allreduce 64 MB": lambda: bagua.allreduce_(tensor, name="large", op=bagua.Sum)
     }
     raw = RawNccl() if can_use(nccl_version(), bagua.size()) else None
     if raw:
         runs["allreduce 64 MB, nccl"] = partial(raw.sum, tensor)
-    if begin_ddp(bagua.size()):
-        ddp = torch.nn.parallel.DistributedDataParallel(mlp().cuda())
-        other = torch.optim.SGD(ddp.parameters(), lr=1e-3)
-        runs["step, ddp"] = lambda: step(ddp, other, inputs)
+    has_ddp = begin_ddp(bagua.size())
+    for what, make in (("step", mlp), ("step of 500 gradients", ManyParameters)):
+        model = make().cuda()
+        sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+        optimizer = bagua.DistributedOptimizer(sgd, model.named_parameters())
+        runs[what] = partial(step, model, optimizer, inputs)
+        model = make().cuda()
+        sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+        runs[f"{what}, alone"] = partial(step, model, sgd, inputs)
+        if has_ddp:
+            ddp = torch.nn.parallel.DistributedDataParallel(make().cuda())
+            sgd = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+            runs[f"{what}, ddp"] = partial(step, ddp, sgd, inputs)
 
     def finished(run: Callable[[], Any]) -> None:
         run()

@@ -28,12 +28,12 @@ def mlp(hidden: int = 3) -> torch.nn.Module:
 class _ManyGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *params: torch.Tensor) -> torch.Tensor:
-        ctx.count = len(params)
+        ctx.count, ctx.device = len(params), params[0].device
         return params[0].sum()
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
-        return tuple(torch.ones(1024) for _ in range(ctx.count))
+        return tuple(torch.ones(1024, device=ctx.device) for _ in range(ctx.count))
 
 
 class ManyParameters(torch.nn.Module):
