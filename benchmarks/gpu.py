@@ -132,6 +132,7 @@ def exchanges() -> dict[str, Any]:
         runs["allreduce 64 MB, nccl"] = partial(raw.sum, tensor)
     has_ddp = begin_ddp(bagua.size())
     for what, make in (("step", mlp), ("step of 500 gradients", ManyParameters)):
+        torch.manual_seed(0)
         model = make().cuda()
         sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
         optimizer = bagua.DistributedOptimizer(sgd, model.named_parameters())
