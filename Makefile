@@ -96,18 +96,18 @@ test-hosts: dev ## tests of the frontend whose ranks are on two hosts, which are
 	@$(BIN)/python -c 'import sys; from benchmarks.hosts import missing; sys.exit(missing() or 0)'
 	$(BIN)/python -m pytest tests/torch --hosts 2 -k '(np2+1 or np2+2) and not one_machine and not late_contribution_elsewhere'
 
-test-gpu: dev ## tests on a GPU, by one rank and by two that share it, without NCCL and with it, or have one each; skipped where there is none
+test-gpu: dev ## tests on a GPU, by one rank and by two that share it, without NCCL and with it, or that have one each; skipped where there is none
 	@[ -z "$(DRIVER)" ] || $(BIN)/python $(FOR_GPUS) || {
 	  echo "there is a GPU, but the torch in $(VENV) is one for CPUs: remove it with"
 	  echo "  $(BIN)/python -m pip uninstall torch && rm $(STAMP)/tools"
 	  echo "and make again, with TORCH_INDEX=... if this driver needs another build than PyPI's"
 	  exit 1
 	}
-	$(BIN)/python -m pytest tests/gpu
+	BAGUA_NCCL=0 $(BIN)/python -m pytest tests/gpu
 	[ -z "$(DRIVER)" ] || PYTHONPATH=tests $(BIN)/python -m gpu.sharing
 	NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=4 $(BIN)/python -m pytest tests/gpu
 	[ "$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())')" -lt 2 ] || OWN_GPU=1 $(BIN)/python -m pytest tests/gpu
-	[ -z "$(DRIVER)" ] || [ -z "$(SANITIZER)" ] || make sanitize-gpu
+	[ -z "$(DRIVER)" ] || [ -z "$(SANITIZER)" ] || $(MAKE) sanitize-gpu
 
 # Of the toolkit, which may not be on PATH. Races are looked for where threads share memory.
 SANITIZER ?= $(firstword $(shell command -v compute-sanitizer) $(wildcard $(CUDA_HOME)/bin/compute-sanitizer /usr/local/cuda/bin/compute-sanitizer))

@@ -129,7 +129,7 @@ def exchanges() -> dict[str, Any]:
     }
     raw = RawNccl() if can_use(nccl_version(), bagua.size()) else None
     if raw:
-        runs["allreduce 64 MB, nccl"] = partial(raw.sum, tensor)
+        runs["allreduce 64 MB, nccl"] = raw.sum(tensor)
     has_ddp = begin_ddp(bagua.size())
     for what, make in (("step", mlp), ("step of 500 gradients", ManyParameters)):
         torch.manual_seed(0)
@@ -175,7 +175,7 @@ def buckets(raw: RawNccl | None, count: int, rounds: int, turn: int) -> dict[str
         by_engine = partial(bagua.allreduce_, tensor, name=what, op=bagua.Sum)
         runs[what] = partial(repeated, by_engine)
         if raw:
-            runs[f"{what}, nccl"] = partial(repeated, partial(raw.sum, tensor))
+            runs[f"{what}, nccl"] = partial(repeated, raw.sum(tensor))
     figures = interleaved(runs, rounds, bagua.barrier, turn)
     for figure in figures.values():
         figure |= {key: figure[key] / count for key in ("median_s", "min_s")}
@@ -251,10 +251,11 @@ def main() -> int:
     results: dict[str, Any] = {
         "device": name,
         "torch": torch.__version__,
+        "nccl": ".".join(map(str, nccl_version())),
         "date": time.strftime("%Y-%m-%d"),
         "kernels": kernels(),
     }
-    about = f"{name}, torch {results['torch']}, {results['date']}"
+    about = f"{name}, torch {results['torch']}, NCCL {results['nccl']}, {results['date']}"
     tables = [about, table_of_kernels(results["kernels"])]
     print(*tables, sep="\n\n")
     path = RESULTS / f"{name.replace(' ', '-').lower()}.json"

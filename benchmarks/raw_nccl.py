@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 
 import torch
 from mpi4py import MPI
@@ -30,20 +31,32 @@ class RawNccl:
         self._comm = ctypes.c_void_p()
         self._call("ncclCommInitRank", ctypes.byref(self._comm), comm.size, theirs, comm.rank)
 
-    def sum(self, tensor: torch.Tensor) -> None:
-        """Of float32, in place, on the current stream."""
+    def sum(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """What sums up these float32 in place, on what is the current stream now.
+
+        All is prepared, so that Python's share of a call is small.
+        """
         assert tensor.dtype == torch.float32
         assert tensor.is_contiguous()
         at = ctypes.c_void_p(tensor.data_ptr())
         count = ctypes.c_size_t(tensor.numel())
         stream = torch.cuda.current_stream().cuda_stream if tensor.is_cuda else None
-        self._call(
-            "ncclAllReduce", at, at, count, _FLOAT32, _SUM, self._comm, ctypes.c_void_p(stream)
-        )
+        arguments = (at, at, count, _FLOAT32, _SUM, self._comm, ctypes.c_void_p(stream))
+        all_reduce = self._library.ncclAllReduce
+
+        def call() -> None:
+            if result := all_reduce(*arguments):
+                raise failure("ncclAllReduce", result)
+
+        return call
 
     def _call(self, name: str, *arguments: object) -> None:
         if result := getattr(self._library, name)(*arguments):
-            raise RuntimeError(f"{name} returned {result}; NCCL_DEBUG=WARN tells more")
+            raise failure(name, result)
+
+
+def failure(name: str, result: int) -> RuntimeError:
+    return RuntimeError(f"{name} returned {result}; NCCL_DEBUG=WARN tells more")
 
 
 def _loaded(path: str) -> ctypes.CDLL:

@@ -3,11 +3,10 @@
 //   kThreads, blocks(count)      threads of a block, and how many of those blocks there is work for
 //   kAtOnce                      blocks that a multiprocessor has registers for, at least
 //   shared_nbytes(shape)         memory that the threads of a block share
-//   encode, decode, add_up       what one of the threads does; of sparse codecs sum, too
+//   encode, decode, add_up       what one of the threads does, for the piece of work that is its
+//                                block's; of sparse codecs sum, too
 #pragma once
 
-#include <algorithm>
-#include <limits>
 #include <string>
 
 #include "codec/format.h"
@@ -72,12 +71,6 @@ struct Finishing {
 
 inline cudaStream_t as_cuda(Device::Stream stream) { return static_cast<cudaStream_t>(stream); }
 
-// A block of threads for each that there is work for, if the device counts so far: to have only as
-// many as run at once, which go on with what is left, was slower for all codecs but sums.
-inline int grid_of(int64_t blocks) {
-  return static_cast<int>(std::min<int64_t>(blocks, std::numeric_limits<int>::max()));
-}
-
 template <class K>
 __global__ void __launch_bounds__(K::kThreads, K::kAtOnce)
     encode_kernel(typename K::Shape shape, const float* in, float* residual, uint8_t* wire) {
@@ -109,7 +102,8 @@ struct Launch {
     const int nbytes = K::shared_nbytes(shape);
     if (nbytes > 48 << 10)  // more than usual is asked for
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, nbytes);
-    kernel<<<grid_of(K::blocks(count)), K::kThreads, nbytes, as_cuda(stream)>>>(shape, args...);
+    kernel<<<static_cast<unsigned>(K::blocks(count)), K::kThreads, nbytes, as_cuda(stream)>>>(
+        shape, args...);
   }
   static void encode(const Coding& coding, const float* in, float* residual, int64_t count,
                      char* wire, Device::Stream stream) {

@@ -1,4 +1,6 @@
 // Floats, multiplied: 16 bytes to a thread at a time, where they lie so.
+#include <algorithm>
+
 #include "codec/gpu_kernels.h"
 #include "codec/singles.h"
 
@@ -26,24 +28,24 @@ struct alignas(16) Pack {
 template <class S>
 __global__ void __launch_bounds__(kThreads)
     scale_kernel(typename S::Wire* data, int64_t packs, int64_t count, Factor<S> factor) {
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  for (int64_t i = first; i < packs; i += step) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i < packs) {
     Pack<S> pack = reinterpret_cast<Pack<S>*>(data)[i];
 #pragma unroll
     for (auto& x : pack.of) x = scaled<S>(x, factor);
     reinterpret_cast<Pack<S>*>(data)[i] = pack;
   }
-  for (int64_t i = packs * Pack<S>::kEach + first; i < count; i += step)
-    data[i] = scaled<S>(data[i], factor);
+  const int64_t loose = packs * Pack<S>::kEach + i;
+  if (loose < count) data[loose] = scaled<S>(data[loose], factor);
 }
 
 template <class S>
 void launch(void* data, int64_t count, double factor, Device::Stream stream) {
   const bool whole = reinterpret_cast<uintptr_t>(data) % sizeof(Pack<S>) == 0;
   const int64_t packs = whole ? count / Pack<S>::kEach : 0;
-  const int64_t blocks = (std::max<int64_t>(whole ? packs : count, 1) + kThreads - 1) / kThreads;
-  scale_kernel<S><<<grid_of(blocks), kThreads, 0, as_cuda(stream)>>>(
+  const int64_t threads = whole ? std::max<int64_t>(packs, count % Pack<S>::kEach) : count;
+  const auto blocks = static_cast<unsigned>((threads + kThreads - 1) / kThreads);
+  scale_kernel<S><<<blocks, kThreads, 0, as_cuda(stream)>>>(
       static_cast<typename S::Wire*>(data), packs, count, static_cast<Factor<S>>(factor));
 }
 

@@ -38,19 +38,16 @@ struct Chunks {
     int n, kept, coded_nbytes;
   };
   template <class F>
-  __device__ static void for_each(const Shape& shape, F&& f) {
+  __device__ static void visit(const Shape& shape, F&& f) {
     extern __shared__ __align__(16) char memory[];
     const Desk desk(memory, shape.kept, shape.coded_nbytes);
-    const int64_t number = (shape.count + Desk::kChunk - 1) / Desk::kChunk;
-    const int64_t wire_nbytes = 2 * shape.kept + shape.coded_nbytes;
-    for (int64_t i = blockIdx.x; i < number; i += gridDim.x) {
-      const int64_t begin = i * Desk::kChunk, left = shape.count - begin, at = i * wire_nbytes;
-      if (left >= Desk::kChunk) {
-        f(GpuWarp(), desk, Chunk{begin, at, Desk::kChunk, shape.kept, shape.coded_nbytes});
-      } else {
-        f(GpuWarp(), desk,
-          Chunk{begin, at, static_cast<int>(left), shape.last_kept, shape.last_coded_nbytes});
-      }
+    const int64_t i = blockIdx.x, wire_nbytes = 2 * shape.kept + shape.coded_nbytes;
+    const int64_t begin = i * Desk::kChunk, left = shape.count - begin, at = i * wire_nbytes;
+    if (left >= Desk::kChunk) {
+      f(GpuWarp(), desk, Chunk{begin, at, Desk::kChunk, shape.kept, shape.coded_nbytes});
+    } else {
+      f(GpuWarp(), desk,
+        Chunk{begin, at, static_cast<int>(left), shape.last_kept, shape.last_coded_nbytes});
     }
   }
   // Makes value i of the chunk f(i).
@@ -70,7 +67,7 @@ struct Chunks {
 
   __device__ static void encode(const Shape& shape, const float* in, float* residual,
                                 uint8_t* wire) {
-    for_each(shape, [&](const GpuWarp& warp, const Desk& desk, const Chunk& c) {
+    visit(shape, [&](const GpuWarp& warp, const Desk& desk, const Chunk& c) {
       float* lost = residual ? residual + c.begin : nullptr;
       fill(warp, desk, c.n,
            [&](int i) { return lost ? lost[i] + in[c.begin + i] : in[c.begin + i]; });
@@ -78,7 +75,7 @@ struct Chunks {
     });
   }
   __device__ static void decode(const Shape& shape, const uint8_t* wire, float* out) {
-    for_each(shape, [&](const GpuWarp& warp, const Desk& desk, const Chunk& c) {
+    visit(shape, [&](const GpuWarp& warp, const Desk& desk, const Chunk& c) {
       fill(warp, desk, c.n, [](int) { return 0.0f; });
       add_chunk<V, false>(warp, desk, c.n, c.kept, c.coded_nbytes, wire + c.at);
       for (int i = warp.lane(); i < c.n; i += kLanes) out[c.begin + i] = desk.chunk[i];
@@ -87,7 +84,7 @@ struct Chunks {
   }
   __device__ static void add_up(const Shape& shape, const Wires& wires, Finishing finish,
                                 float* residual, uint8_t* wire, float* out) {
-    for_each(shape, [&](const GpuWarp& warp, const Desk& desk, const Chunk& c) {
+    visit(shape, [&](const GpuWarp& warp, const Desk& desk, const Chunk& c) {
       float* lost = residual ? residual + c.begin : nullptr;
       add_all(warp, desk, c, wires);
       fill(warp, desk, c.n, [&](int i) {
@@ -98,7 +95,7 @@ struct Chunks {
     });
   }
   __device__ static void sum(const Shape& shape, const Wires& wires, Finishing finish, float* out) {
-    for_each(shape, [&](const GpuWarp& warp, const Desk& desk, const Chunk& c) {
+    visit(shape, [&](const GpuWarp& warp, const Desk& desk, const Chunk& c) {
       add_all(warp, desk, c, wires);
       for (int i = warp.lane(); i < c.n; i += kLanes) out[c.begin + i] = finish(desk.chunk[i]);
       warp.sync();

@@ -23,28 +23,23 @@ struct Blocks {
   }
   static int shared_nbytes(int64_t) { return 0; }
 
-  // Calls f(warp, values' begin, how many, wire's begin) for each block.
+  // Calls f(warp, values' begin, how many, wire's begin) for the warp's block, if there is one.
   template <class F>
-  __device__ static void for_each(int64_t count, F&& f) {
+  __device__ static void visit(int64_t count, F&& f) {
     constexpr int64_t kWhole = block_nbytes<C>(C::kBlock);
-    const int64_t blocks = (count + C::kBlock - 1) / C::kBlock;
-    const int64_t warps = static_cast<int64_t>(gridDim.x) * (kThreads / kLanes);
     // Told by one lane, so that the compiler knows that lanes stay together.
     const uint32_t mine = GpuWarp().first(threadIdx.x / kLanes);
-    const int64_t first = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + mine;
-    for (int64_t block = first; block < blocks; block += warps) {
-      const int64_t begin = block * C::kBlock;
-      const int64_t left = count - begin;
-      if (left >= C::kBlock) {  // the compiler makes the most of a known size
-        f(GpuWarp(), begin, C::kBlock, block * kWhole);
-      } else {
-        f(GpuWarp(), begin, static_cast<int>(left) % C::kBlock, block * kWhole);
-      }
+    const int64_t block = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + mine;
+    const int64_t begin = block * C::kBlock, left = count - begin;
+    if (left >= C::kBlock) {  // the compiler makes the most of a known size
+      f(GpuWarp(), begin, C::kBlock, block * kWhole);
+    } else if (left > 0) {
+      f(GpuWarp(), begin, static_cast<int>(left) % C::kBlock, block * kWhole);
     }
   }
 
   __device__ static void encode(int64_t count, const float* in, float* residual, uint8_t* wire) {
-    for_each(count, [&](const GpuWarp& warp, int64_t begin, int n, int64_t at) {
+    visit(count, [&](const GpuWarp& warp, int64_t begin, int n, int64_t at) {
       Values<C> values = {};
       load<C>(warp, in + begin, n, values);
       if (residual) load_on_top<C>(warp, residual + begin, n, values);
@@ -52,7 +47,7 @@ struct Blocks {
     });
   }
   __device__ static void decode(int64_t count, const uint8_t* wire, float* out) {
-    for_each(count, [&](const GpuWarp& warp, int64_t begin, int n, int64_t at) {
+    visit(count, [&](const GpuWarp& warp, int64_t begin, int n, int64_t at) {
       Values<C> values = {};
       decode_block<C, false>(warp, wire + at, n, values);
       store<C>(warp, values, n, out + begin);
@@ -60,7 +55,7 @@ struct Blocks {
   }
   __device__ static void add_up(int64_t count, const Wires& wires, Finishing finish,
                                 float* residual, uint8_t* wire, float* out) {
-    for_each(count, [&](const GpuWarp& warp, int64_t begin, int n, int64_t at) {
+    visit(count, [&](const GpuWarp& warp, int64_t begin, int n, int64_t at) {
       Values<C> sum = {};
 #pragma unroll 4  // of several the codes are loaded before the first is used
       for (int i = 0; i < wires.count; ++i)
@@ -83,21 +78,19 @@ struct Singles {
   static int shared_nbytes(int64_t) { return 0; }
 
   template <class F>
-  __device__ static void for_each(int64_t count, bool in_rows, F&& f) {
-    const int64_t step = static_cast<int64_t>(gridDim.x) * T::kValues;
-    for (int64_t begin = blockIdx.x * int64_t{T::kValues}; begin < count; begin += step)
-      T::visit(static_cast<int>(threadIdx.x), begin, count, in_rows, f);
+  __device__ static void visit(int64_t count, bool in_rows, F&& f) {
+    T::visit(static_cast<int>(threadIdx.x), blockIdx.x * int64_t{T::kValues}, count, in_rows, f);
   }
 
   __device__ static void encode(int64_t count, const float* in, float* residual, uint8_t* wire) {
     auto* to = reinterpret_cast<Wire*>(wire);
-    for_each(count, T::in_rows(in) && T::in_rows(residual) && T::in_rows(to),
-             [&](const auto& place) { T::encode(place, in, residual, to); });
+    visit(count, T::in_rows(in) && T::in_rows(residual) && T::in_rows(to),
+          [&](const auto& place) { T::encode(place, in, residual, to); });
   }
   __device__ static void decode(int64_t count, const uint8_t* wire, float* out) {
     auto* from = reinterpret_cast<const Wire*>(wire);
-    for_each(count, T::in_rows(from) && T::in_rows(out),
-             [&](const auto& place) { T::decode(place, from, out); });
+    visit(count, T::in_rows(from) && T::in_rows(out),
+          [&](const auto& place) { T::decode(place, from, out); });
   }
   __device__ static void add_up(int64_t count, const Wires& wires, Finishing finish,
                                 float* residual, uint8_t* wire, float* out) {
@@ -106,7 +99,7 @@ struct Singles {
     bool in_rows = T::in_rows(residual) && T::in_rows(to) && T::in_rows(out);
     for (int i = 0; i < wires.count && i < 2; ++i)  // then all are: distances are equal
       in_rows = in_rows && T::in_rows(from(i));
-    for_each(count, in_rows, [&](const auto& place) {
+    visit(count, in_rows, [&](const auto& place) {
       const auto finish_all = [&](auto& sums) { finish.all(sums); };
       T::add_up(place, wires.count, from, finish_all, residual, to, out);
     });

@@ -154,7 +154,7 @@ void NcclExchange::agree(int32_t set, const TellAll& tell_all) {
   if (nccl && std::any_of(cards.begin(), cards.end(), lacks)) {
     without_kernels_.insert(set);
     tell_(LogLevel::kInfo,
-          "codecs, and averages of 16-bit floats that NCCL cannot take by itself, "
+          "codecs, and averages and scales that NCCL cannot take by itself, "
           "go by the host's memory: a rank's GPU is older than these kernels");
   }
 }

@@ -296,10 +296,10 @@ void Runner::run_special(Request& request) {
 // Messages of a broken exchange may still be read or written by the transport, whenever anybody
 // lets MPI make progress. Nobody can say when they are done, so their memory is never freed.
 void Runner::let_go() {
-  const bool still = !nccl_ || nccl_->abort();
+  bool still = !nccl_ || nccl_->abort();
   if (!still) keep_for_ever(std::move(nccl_));
   if (staging_) {
-    staging_->settle();
+    still = staging_->settle() && still;
     keep_for_ever(std::move(staging_));  // the device may still bring something
   }
   if (at_.transport->abort() && still) return;

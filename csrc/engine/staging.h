@@ -43,8 +43,9 @@ class Staging {
   // Gives the other results, and marks for whoever waits for the handles where all of them are.
   // Once: others may read the marks from then on.
   void end();
-  // Something broke: waits for results that are on their way, if the device still works.
-  void settle() noexcept;
+  // Something broke: waits for results that are on their way, if the device still works. False if
+  // they have not come in seconds: what they follow may never end.
+  bool settle() noexcept;
 
  private:
   // One tensor.

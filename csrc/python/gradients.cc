@@ -186,7 +186,8 @@ PyObject* unchanged(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyMethodDef functions[] = {
     {"locate", as_method(locate), METH_FASTCALL, "Looks where gradients are."},
-    {"fill", as_method(fill), METH_FASTCALL, "Copies those into the arena."},
+    {"fill", as_method(fill), METH_FASTCALL,
+     "Copies those, or says which to copy, into the arena."},
     {"strays", as_method(strays), METH_FASTCALL, "Gradients that may be where others belong."},
     {"holders", holders, METH_O, "How many hold a parameter's gradient, in Python and in torch."},
     {"launch", as_method(launch), METH_FASTCALL, "Starts the exchange of a bucket."},

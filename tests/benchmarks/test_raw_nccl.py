@@ -44,7 +44,7 @@ def test_sums(library):
 
     nccl = RawNccl(path=library)
     values = torch.arange(1000.0)
-    nccl.sum(values)
+    nccl.sum(values)()
     assert torch.equal(values, 2 * torch.arange(1000.0))
     with pytest.raises(RuntimeError, match="ncclAllReduce returned 3; NCCL_DEBUG=WARN"):
-        nccl.sum(torch.zeros(5))
+        nccl.sum(torch.zeros(5))()

@@ -11,6 +11,7 @@ import torch
 from bagua.common.config import nccl_shares_gpu
 from bagua.common.core import core
 from bagua.common.nccl import FIRST_THAT_SHARES, library_path, nccl_version
+from bagua.common.world import world
 from gpu.own import has_own
 
 
@@ -27,6 +28,8 @@ def missing() -> Optional[str]:
 
 def has_nccl(hvd) -> bool:
     """Whether these ranks go by NCCL, which those who share a GPU have to tell it."""
+    if not world().config.nccl:
+        return False
     if hvd.size() == 1 or has_own():
         return nccl_version() != ()
     return nccl_shares_gpu() and missing() is None

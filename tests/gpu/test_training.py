@@ -56,12 +56,12 @@ def test_every_algorithm(hvd, name):
     )
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "decentralized"])
-def test_a_compiled_model(hvd, name):
+def test_a_compiled_model(hvd, name, backend):
     expected = trained(hvd, find(name), "cuda")
-    torch.testing.assert_close(
-        trained(hvd, find(name), "cuda", backend="aot_eager"), expected, rtol=1e-4, atol=1e-4
-    )
+    compiled = trained(hvd, find(name), "cuda", backend=backend)
+    torch.testing.assert_close(compiled, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_replicas_are_equal_in_every_bit(hvd):

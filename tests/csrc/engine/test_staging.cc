@@ -368,6 +368,43 @@ TEST(Staging, ABrokenDeviceIsAnErrorAndNoHang) {
   });
 }
 
+// As when a kernel hangs that the caller's stream has been given before.
+TEST(Staging, AResultThatCannotArriveHoldsUpNoFailure) {
+  PretendDevice device(0);
+  std::atomic<bool> goes_on{false};
+  std::thread rescue([&] {  // a failure that waits for it fails the test, and does not hang it
+    for (const double late_s = now_s() + 15; !goes_on && now_s() < late_s;)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    goes_on = true;
+  });
+  LoopbackWorld world(3);
+  world.run([&](int rank) {
+    Program program(device);
+    auto values = std::make_shared<std::vector<float>>(1000, static_cast<float>(rank));
+    if (rank == 0)
+      device.run(program.stream, [&] {
+        while (!goes_on) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      });
+    RequestPtr broadcast = request_of(OpKind::kBroadcast, "b");
+    broadcast->description.root = 2;
+    add_vector(*broadcast, *values);
+    broadcast->keepalive = values;
+    const auto handle = world[rank].submit(program.on_device(broadcast), Urgency::kWaited);
+    finish(world[rank], handle);
+    if (rank == 1) return world.die(rank);
+    RequestPtr sum = allreduce_of("x", *values);
+    EXPECT_CONTAINS(error_of<PeerError>(
+                        [&] { finish(world[rank], world[rank].submit(sum, Urgency::kWaited)); }),
+                    "rank 1");
+    if (rank != 0) return;
+    EXPECT_FALSE(goes_on) << "it has waited for the device";
+    goes_on = true;
+    device.drain(program.stream);
+  });
+  goes_on = true;
+  rescue.join();
+}
+
 TEST(Staging, ARankThatDiesLeavesNoResultUnderWay) {
   PretendDevice device(kWorkUs);
   LoopbackWorld world(3);
