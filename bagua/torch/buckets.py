@@ -109,10 +109,11 @@ class Bucket:
             slot.residuals = [residual[place] for residual in self._kept]
 
     def alias(self, index: int) -> torch.Tensor:
-        """A slot's part of the arena, which torch takes for other memory."""
+        """A slot's part of the arena, which torch takes for other memory; on a device for the
+        same, but it counts changes of each by itself."""
         begin, count = self._begins[index], self.slots[index].param.numel()
         if is_on_device(self._flat):
-            return self._flat[begin : begin + count]  # nothing moves it
+            return self._flat[begin : begin + count].data  # nothing moves it
         return tensor_over(self.arena, self._flat.dtype, begin, count)
 
     def launch(self, urgency: Urgency = Urgency.NOW) -> None:

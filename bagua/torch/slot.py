@@ -3,7 +3,7 @@
 Its `view` looks at the bucket's arena with the parameter's shape and strides. After an exchange the
 parameter's gradient is another tensor that does, with a storage of its own: users may make theirs
 look elsewhere (`grad.data = ...`), or move it with everything that has its storage
-(`grad.share_memory_()`).
+(`grad.share_memory_()`). On a device, where nothing moves it, the storage is the arena's.
 """
 
 from __future__ import annotations

@@ -153,6 +153,19 @@ def test_of_one_parameters_result_given_to_another(everyone, hvd, width):
         assert_all(param.grad, total(everyone))
 
 
+def test_results_that_are_computed_with_while_another_changes(everyone, hvd, width):
+    params = [parameter(width), parameter(3)]
+    optimizer = summing(hvd, *params)
+    for _ in range(2):
+        optimizer.zero_grad()
+        sum(param.sum() for param in params).backward()
+    factor = torch.ones(6, requires_grad=True)
+    product = (params[1].grad * factor).sum()
+    params[0].grad.mul_(0.5)
+    product.backward()
+    assert_all(factor.grad, everyone.size)
+
+
 def test_after_an_exchange_that_was_refused(everyone, hvd, width):
     """Nothing that was planned for it is used later."""
     late = nn.Parameter(torch.zeros(10, 100))
