@@ -159,8 +159,10 @@ def exchanges() -> dict[str, Any]:
     return figures
 
 
-def buckets(raw: RawNccl | None, count: int, rounds: int, turn: int) -> dict[str, Any]:
-    """So many sums in a row, each of which the program's stream waits for, as for buckets."""
+def buckets(
+    raw: RawNccl | None, count: int, rounds: int, turn: int, device: str = "cuda"
+) -> dict[str, Any]:
+    """So many sums in a row, each of which the program's stream waits for, as for gradients."""
     import bagua.torch as bagua
 
     runs = {}
@@ -168,14 +170,15 @@ def buckets(raw: RawNccl | None, count: int, rounds: int, turn: int) -> dict[str
     def repeated(run: Callable[[], Any]) -> None:
         for _ in range(count):
             run()
-        torch.cuda.synchronize()
+        if device == "cuda":
+            torch.cuda.synchronize()
 
     for nbytes in (64 << 10, 1 << 20, 25 << 20):
-        tensor, what = torch.zeros(nbytes // 4, device="cuda"), f"bucket {nbytes >> 10} KB"
-        by_engine = partial(bagua.allreduce_, tensor, name=what, op=bagua.Sum)
-        runs[what] = partial(repeated, by_engine)
+        what = f"bucket {nbytes >> 10} KB"
+        run, values = bucket(what, nbytes, device)
+        runs[what] = partial(repeated, run)
         if raw:
-            runs[f"{what}, nccl"] = partial(repeated, raw.sum(tensor))
+            runs[f"{what}, nccl"] = partial(repeated, raw.sum(values))
     figures = interleaved(runs, rounds, bagua.barrier, turn)
     for figure in figures.values():
         figure |= {key: figure[key] / count for key in ("median_s", "min_s")}
@@ -183,6 +186,29 @@ def buckets(raw: RawNccl | None, count: int, rounds: int, turn: int) -> dict[str
         over = figures[what]["median_s"] - figures[f"{what}, nccl"]["median_s"]
         figures[f"{what}, engine"] = {"median_s": over}
     return figures
+
+
+def bucket(name: str, nbytes: int, device: str) -> tuple[Callable[[], None], torch.Tensor]:
+    """What sums up a bucket like an optimizer's, and its values."""
+    from bagua.common.core import core
+    from bagua.common.kinds import ReduceOp, Urgency
+    from bagua.torch.arrays import arena_of
+
+    arena, values, _ = arena_of(
+        torch.zeros(1, device=device),
+        torch.float32,
+        name=name,
+        counts=[nbytes // 4],
+        op=ReduceOp.Sum,
+        prescale=1.0,
+        postscale=1.0,
+        set=0,
+        priority=0,
+        codec="",
+        exact_in_nodes=False,
+        kept=0,
+    )
+    return lambda: core.launch(arena, Urgency.NOW, []).wait(), values
 
 
 # Calls of CUDA in which the host waits for the device.

@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.gpu import table_of_exchanges, table_of_kernels, waits_in
+import pytest
+
+import bagua.torch as hvd
+from benchmarks.gpu import bucket, buckets, table_of_exchanges, table_of_kernels, waits_in
 
 
 def test_calls_that_wait_are_counted_between_the_steps_only():
@@ -44,6 +47,18 @@ def test_tables():
         "bucket 64 KB, engine 0.014 ms",
         "the host waits in a step: never",
     ]
+
+
+@pytest.mark.ranks(2)
+def test_buckets_are_summed():
+    hvd.init()
+    figures = buckets(None, count=2, rounds=1, turn=1, device="cpu")
+    assert list(figures) == ["bucket 64 KB", "bucket 1024 KB", "bucket 25600 KB"]
+    assert all(figure["median_s"] > 0 for figure in figures.values())
+    run, values = bucket("mine", 4000, "cpu")
+    values.fill_(hvd.rank() + 1)
+    run()
+    assert (values == 3).all()
 
 
 def test_nothing_is_measured_without_a_gpu():
