@@ -372,7 +372,8 @@ TEST(Staging, ABrokenDeviceIsAnErrorAndNoHang) {
 TEST(Staging, AResultThatCannotArriveHoldsUpNoFailure) {
   PretendDevice device(0);
   std::atomic<bool> goes_on{false};
-  std::thread rescue([&] {  // a failure that waits for it fails the test, and does not hang it
+  std::atomic<int> through{0};  // the broadcast
+  std::thread rescue([&] {      // a failure that waits for it fails the test, and does not hang it
     for (const double late_s = now_s() + 15; !goes_on && now_s() < late_s;)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     goes_on = true;
@@ -391,6 +392,8 @@ TEST(Staging, AResultThatCannotArriveHoldsUpNoFailure) {
     broadcast->keepalive = values;
     const auto handle = world[rank].submit(program.on_device(broadcast), Urgency::kWaited);
     finish(world[rank], handle);
+    ++through;
+    while (through < 3) std::this_thread::yield();
     if (rank == 1) return world.die(rank);
     RequestPtr sum = allreduce_of("x", *values);
     EXPECT_CONTAINS(error_of<PeerError>(
@@ -399,7 +402,7 @@ TEST(Staging, AResultThatCannotArriveHoldsUpNoFailure) {
     if (rank != 0) return;
     EXPECT_FALSE(goes_on) << "it has waited for the device";
     goes_on = true;
-    device.drain(program.stream);
+    device.drain_all();  // what could not arrive does now
   });
   goes_on = true;
   rescue.join();
