@@ -1,11 +1,26 @@
 #include "device/device.h"
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 #include <utility>
 
+#include "common/clock.h"
 #include "common/errors.h"
 
 namespace bagua {
+
+bool Device::drains_in_time(Stream stream) noexcept {
+  constexpr double kSeconds = 2;
+  try {
+    const Mark last = mark(stream);
+    for (const double late_s = now_s() + kSeconds; !reached(last) && now_s() < late_s;)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return reached(last);
+  } catch (const std::exception&) {  // it is broken
+    return true;
+  }
+}
 
 void Device::keep_until(const Mark& mark, std::shared_ptr<void> owner) {
   {

@@ -41,7 +41,10 @@ class Device {
   virtual void copy(void* to, const void* from, size_t nbytes, Stream stream) = 0;
   // Waits until the stream has nothing to do.
   virtual void drain(Stream stream) = 0;
-  // The same of all streams.
+  // The same for no longer than seconds, since what it follows may never end: false then. A device
+  // that is broken has nothing to do any more.
+  bool drains_in_time(Stream stream) noexcept;
+  // Waits until no stream has anything to do.
   virtual void drain_all() = 0;
 
   // Keeps an owner of memory until the mark is reached, and lets go of those whose marks are.

@@ -1,11 +1,8 @@
 #include "engine/staging.h"
 
 #include <algorithm>
-#include <chrono>
-#include <thread>
 #include <utility>
 
-#include "common/clock.h"
 #include "common/memory.h"
 
 namespace bagua {
@@ -13,7 +10,6 @@ namespace {
 
 // Large enough for the full speed of a bus, small enough for an exchange to begin early.
 constexpr size_t kChunkNbytes = 1 << 20;
-constexpr double kSettleS = 2;
 
 }  // namespace
 
@@ -29,17 +25,6 @@ Staging::~Staging() {
   try {
     device_.drain(out_);
   } catch (const std::exception&) {  // it is broken, and writes no more
-  }
-}
-
-bool Staging::settle() noexcept {
-  try {
-    const Device::Mark last = device_.mark(out_);
-    for (const double late_s = now_s() + kSettleS; !device_.reached(last) && now_s() < late_s;)
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    return device_.reached(last);
-  } catch (const std::exception&) {  // as above
-    return true;
   }
 }
 

@@ -45,7 +45,7 @@ class Staging {
   void end();
   // Something broke: waits for results that are on their way, if the device still works. False if
   // they have not come in seconds: what they follow may never end.
-  bool settle() noexcept;
+  bool settle() noexcept { return device_.drains_in_time(out_); }
 
  private:
   // One tensor.
