@@ -225,7 +225,7 @@ class Bucket:
     def _transform(self) -> None:
         """Makes of the gradients in the arena what is to travel."""
         if self._fold is not None:
-            self._fold(self._params, [slot.view for slot in self.slots])
+            self._fold(self._params, self._views)
 
     def advance(self) -> None:
         """Takes the exchange as far as it can go before it is delivered."""

@@ -23,13 +23,10 @@ bool alike(const Plain& a, const Plain& b) {
          std::equal(a.shape, a.shape + a.ndim, b.shape);
 }
 
-bool copied_here(const Plain& source) {
-  return source.nbytes() <= kSmallNbytes && source.device == kHost &&
+// Those of a device torch copies, many at once.
+bool is_copied(const Plain& source) {
+  return (source.device != kHost || source.nbytes() <= kSmallNbytes) &&
          !Bucket::in_an_arena(source.data);
-}
-// By torch, with others: those of a device are copied many at once.
-bool copied_at_once(const Plain& source) {
-  return source.device != kHost && !Bucket::in_an_arena(source.data);
 }
 
 PyObject* call(PyObject* self, PyObject* args, PyObject*) {
@@ -154,7 +151,7 @@ bool Notice::find(PyObject* now) {
   Plain source;
   if (!read(now, source)) return false;
   if (source.data == place.data) return true;
-  if (!copied_here(source) && !copied_at_once(source)) return false;
+  if (!is_copied(source)) return false;
   grad = new_ref(now);
   found = source.data;
   return true;
@@ -164,8 +161,7 @@ Notice::Filled Notice::fill() {
   const char* before = std::exchange(found, nullptr);
   Plain source;
   const bool same = read_memory(grad, source) && source.data == before && alike(source, place);
-  if (!same && !(read(grad, source) && (copied_here(source) || copied_at_once(source))))
-    return Filled::kChanged;
+  if (!same && !(read(grad, source) && is_copied(source))) return Filled::kChanged;
   if (place.device != kHost) return Filled::kOnDevice;
   plain_copy(place.data, source.data, static_cast<size_t>(source.nbytes()));
   return Filled::kDone;
