@@ -44,7 +44,7 @@ class RawNccl:
         arguments = (at, at, count, _FLOAT32, _SUM, self._comm, ctypes.c_void_p(stream))
         all_reduce = self._library.ncclAllReduce
 
-        def call(_keeps: torch.Tensor = tensor) -> None:
+        def call(_: torch.Tensor = tensor) -> None:  # which stays as long as this
             if result := all_reduce(*arguments):
                 raise failure("ncclAllReduce", result)
 

@@ -141,7 +141,7 @@ def sums(coding, wires, count):
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("nwires", [1, 2, 3, 8])
-@pytest.mark.parametrize("draw", [hard_values, finite_values, summable_values])
+@pytest.mark.parametrize("draw", [hard_values, summable_values])
 @pytest.mark.parametrize("seed", [0, "fresh"])
 def test_adds_up_alike(codec, nwires, draw, seed):
     coding, count = core.Coding(*codec), 100_003

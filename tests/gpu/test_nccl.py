@@ -1,4 +1,4 @@
-"""Which way tensors go: make test-gpu runs this both without NCCL for two ranks and with it."""
+"""Which way tensors go: make test-gpu runs this both without NCCL and with it."""
 
 import warnings
 
@@ -30,6 +30,7 @@ def test_the_host_touches_nothing_that_goes_by_nccl(hvd):
 
 @pytest.mark.rank_env(BAGUA_NCCL_REGISTER="1")
 def test_in_registered_memory(hvd):
+    """Where NCCL is used at all."""
     algorithm = find("gradient_allreduce")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "nccl_register has no effect")
