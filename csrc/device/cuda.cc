@@ -36,9 +36,12 @@ class NoCapture {
 class Current {
  public:
   explicit Current(int number) {
+    thread_local int has_context_of = kHost;
     check(cudaGetDevice(&before_), "cudaGetDevice");
-    check(cudaSetDevice(number), "cudaSetDevice");
     changed_ = before_ != number;
+    if (!changed_ && has_context_of == number) return;
+    check(cudaSetDevice(number), "cudaSetDevice");
+    has_context_of = number;
   }
   // Going back to a device that nobody uses would take some of its memory.
   ~Current() {

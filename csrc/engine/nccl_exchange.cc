@@ -247,7 +247,7 @@ const std::string& NcclExchange::refusal(int32_t set) const {
 
 // While a graph is captured NCCL does so by itself.
 void NcclExchange::see_to_registered(const std::vector<RequestPtr>& requests) {
-  if (!under_way()) nccl_->forget_unused();
+  if (nccl_->has_registered() && !under_way()) nccl_->forget_unused();
   for (const RequestPtr& request : requests)
     if (request->description.registered)
       nccl_->register_memory({request->keepalive, request->parts[0].out},

@@ -205,6 +205,8 @@ NcclResult NcclGroup::join() {
 // start a thread. To fall asleep and be woken would take ten times that.
 void NcclGroup::finish(NcclResult result, const char* what) {
   expect(result, what);
+  if (result == NcclResult::kSuccess)
+    return;  // done by the call itself, as all of a single rank is
   const auto ready = [&] { return (result = state()) != NcclResult::kInProgress; };
   const double late_s = now_s() + kPromptS;
   bool is_ready = ready();

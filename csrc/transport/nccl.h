@@ -62,6 +62,7 @@ class NcclGroup {
   // Registers memory from nccl_memory(), which NCCL then reaches without a copy of its own. If one
   // rank gives such memory to an operation, all have to, at the same distance from its beginning.
   void register_memory(const std::shared_ptr<char>& memory, size_t nbytes);
+  bool has_registered() const { return !registered_.empty(); }
   // Lets go of what nobody else has any more. What was given must be done.
   void forget_unused();
   // Throws a PeerError if NCCL has noticed that a rank, or the way to it, is gone.
