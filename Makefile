@@ -57,15 +57,16 @@ test-python: dev
 endif
 
 EVERYDAY := -m pytest -m 'not slow'
+SEVERAL_RANKS := np2 or np3 or np4
 REST_LOG := build/test-rest.log
 test-several-ranks:
-	@$(BIN)/python $(EVERYDAY) tests/torch -k 'not np1'
+	@$(BIN)/python $(EVERYDAY) tests/torch -k '$(SEVERAL_RANKS)'
 test-rest:
 	@mkdir -p build
 	status=0
 	{
 	  $(BIN)/python $(EVERYDAY) -p no:cacheprovider --ignore=tests/parallel --ignore=tests/torch || status=1
-	  $(BIN)/python $(EVERYDAY) -p no:cacheprovider tests/torch -k np1 || status=1
+	  $(BIN)/python $(EVERYDAY) -p no:cacheprovider tests/torch -k 'not ($(SEVERAL_RANKS))' || status=1
 	} >$(REST_LOG) 2>&1
 	cat $(REST_LOG)
 	exit $$status
