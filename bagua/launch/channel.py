@@ -60,7 +60,7 @@ class Exit:
             how = f"exited with code {self.code}"
         if self.peer:
             how += " because of another rank"
-        elif self.signal == signal.SIGKILL:
+        elif self.signal == signal.SIGKILL and not self.halted:
             how += ", as the kernel does when memory runs out"
         return f"rank {self.rank} on host {self.host} {how}"
 

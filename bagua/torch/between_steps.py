@@ -136,11 +136,12 @@ class BetweenSteps:
             self._drain()
             params = [param.data for piece in self._pieces for param in piece.params]
             where = params[0].device if params else None
-            share = torch.ones(1, device=where)  # less where ranks have joined, whose are zeros
+            # Less where ranks have joined, whose weights are zeros.
+            share = torch.ones(1, dtype=torch.float64, device=where)
             name, group = self.standing.name("settle"), self._process_set
             ops.grouped_allreduce_([*params, share], name=name, op=Average, process_set=group)
             if share < 1:
-                torch._foreach_div_(params, float(share))
+                torch._foreach_mul_(params, group.size() / round(float(share) * group.size()))
             self._all_equal()
         self._note(differ=False)
 

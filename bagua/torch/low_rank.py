@@ -44,7 +44,7 @@ class LowRankBucket(Bucket):
         for slot in self.slots:
             rows, columns = slot.view.shape[0], slot.view[0].numel()
             rank_here = min(rank, rows, columns)
-            empty = partial(torch.empty, device=slot.view.device)
+            empty = partial(torch.empty, dtype=torch.float32, device=slot.view.device)
             slot.residuals = [empty(rows, columns), empty(rank_here, columns)]
             self._wholes.append(empty(rows, columns))
             self._firsts[slot.number] = self._first(slot)
@@ -67,7 +67,8 @@ class LowRankBucket(Bucket):
         """The same on every rank, and another one for every parameter."""
         factor = slot.residuals[1]
         generator = torch.Generator().manual_seed(slot.number)
-        return torch.empty(factor.shape).normal_(generator=generator).to(factor.device)
+        drawn = torch.empty(factor.shape, dtype=torch.float32, device="cpu")
+        return drawn.normal_(generator=generator).to(factor.device)
 
     @torch.no_grad()
     def start(self, urgency: Urgency) -> None:

@@ -1,4 +1,5 @@
-"""Whether the others can count on this rank: an interrupt in the middle of a step ends that.
+"""Whether the others can count on this rank: an interrupt in the middle of a step ends that, and so
+does memory that the system refuses where all lay out something anew.
 
 What such a rank had begun cannot be told, line by line, and its next exchange must not be taken for
 the one that others wait for. So it withdraws for good from whatever has names like its optimizer's,
@@ -20,8 +21,8 @@ from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
 
 _REMEDY = (
-    "was interrupted in the middle of a step, which others may have completed. To go on, wrap the "
-    "optimizer anew on every rank, and broadcast_parameters() or load a checkpoint"
+    "in the middle of a step, which others may have completed. To go on, wrap the optimizer anew "
+    "on every rank, and broadcast_parameters() or load a checkpoint"
 )
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _numbers = itertools.count()  # of optimizers
@@ -41,6 +42,7 @@ class Standing:
         self.prefix = f"optimizer.{self.number}"
         self.process_set = process_set
         self.withdrawn = False
+        self._problem = ""  # why it has
         self._generations = itertools.count(1)
 
     @property
@@ -56,16 +58,17 @@ class Standing:
         """Of what is laid out anew, so that its names are new ones."""
         return next(self._generations)
 
-    def withdraw(self) -> None:
+    def withdraw(self, problem: str = "was interrupted") -> None:
         if self.withdrawn:
             return
+        self._problem = f"{problem} {_REMEDY}"
         with contextlib.suppress(BaguaError):  # the engine may have ended
-            core.withdraw(world().engine, f"{self.prefix}.", self.process_set._id(), _REMEDY)
+            core.withdraw(world().engine, f"{self.prefix}.", self.process_set._id(), self._problem)
         self.withdrawn = True
 
     def check(self) -> None:
         if self.withdrawn:
-            raise UsageError(f"{self.prefix}: this rank {_REMEDY}")
+            raise UsageError(f"{self.prefix}: this rank {self._problem}")
 
 
 def _guard(method: _Method, runs_users_code: bool) -> _Method:

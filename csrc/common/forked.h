@@ -28,6 +28,12 @@ class Forked {
     last();
     objects_.erase(object);
   }
+  // No child is made meanwhile.
+  template <typename Work>
+  void meanwhile(Work work) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    work();
+  }
   template <typename Look>
   void each(Look look) {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -64,7 +64,10 @@ HandlePtr Door::submit(RequestPtr request, Urgency urgency) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (failure_) throw_failure(*failure_);
-    if (stopping_) throw UsageError("bagua has been shut down; call init() first");
+    if (stopping_)
+      throw UsageError(
+          "bagua has been shut down; call init() first, and make anew what was made before, as "
+          "optimizers");
     Set& set = set_at(request->set);
     if (std::find(set.ranks.begin(), set.ranks.end(), at_.rank) == set.ranks.end())
       throw UsageError("rank " + std::to_string(at_.rank) + " is not in process set " +

@@ -256,14 +256,15 @@ std::vector<Ledger::Stall> Ledger::stalls(double now_s, double age_s) const {
                        entry.name,
                        missing([&, &set = s](int m) { return set.bit(m, e); }),
                        s.with_bit(e),
-                       entry.open_since_s});
+                       entry.open_since_s,
+                       entry.description.background});
     }
     for (const auto& [key, pending] : s.pending) {
       if (pending.since_s == 0 || now_s - pending.since_s < age_s) continue;
       const std::string label = pending.label(key);
       found.push_back({id, key, label,
                        missing([&p = pending](int m) { return p.arrivals[m].has_value(); }),
-                       s.waiting(pending), pending.since_s});
+                       s.waiting(pending), pending.since_s, pending.background()});
     }
     const auto joins = join_stall(id);
     if (joins && now_s - joins->since_s >= age_s) found.push_back(*joins);

@@ -46,6 +46,7 @@ class Ledger {
     std::vector<int> missing;  // ranks
     std::vector<int> waiting;  // ranks that are ready, or will be when a refusal is settled
     double since_s;
+    bool background = false;  // others go on meanwhile, however long a rank takes
   };
   std::vector<Stall> stalls(double now_s, double age_s) const;
   // Gives a stalled request up, with an error on every rank that waits.
@@ -73,6 +74,7 @@ class Ledger {
     std::deque<std::pair<int, Report::Full>> later;
     // What users know it by.
     std::string label(const Key& key) const;
+    bool background() const;
   };
   struct Set {
     std::vector<int> ranks;

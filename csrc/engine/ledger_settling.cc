@@ -19,6 +19,10 @@ std::string Ledger::Pending::label(const Key& key) const {
   return std::string(kind_name(kind)) + " #" + std::to_string(key.seq);
 }
 
+bool Ledger::Pending::background() const {
+  return !descriptions.empty() && Description::decode(descriptions[0]).background;
+}
+
 void Ledger::settle_bits(int32_t set, int32_t id) {
   Set& s = sets_[set];
   Entry& entry = s.entries[static_cast<size_t>(id)];

@@ -305,11 +305,30 @@ void Runner::let_go() {
   if (at_.transport->abort() && still) return;
   for (const auto& exchange : under_way_) {
     for (const RequestPtr& request : exchange->requests) {
+      take_back(*request);
       keep_for_ever(request->keepalive);
       for (const Output& output : request->handle->outputs) keep_for_ever(output.data);
     }
     keep_for_ever(std::move(scratch_[exchange->place]));
   }
+}
+
+// What others write to in place and the program may go on to use.
+void Runner::take_back(const Request& request) {
+  Node* const node = at_.transport->node();
+  if (!node || request.description.kind != OpKind::kAllreduce) return;
+  bool all = true;
+  size_t number = 0;
+  for_each_tensor(request.description, [&](DType dtype, const int64_t* dimensions, size_t ndim) {
+    const Part& part = request.parts[number++];
+    const auto nbytes = static_cast<size_t>(count_of(dimensions, ndim)) * dtype_nbytes(dtype);
+    if (part.out && !part.on_device) all = node->take_back(part.out, nbytes) && all;
+  });
+  if (!all)
+    at_.log.write(LogLevel::kWarning,
+                  request.label() +
+                      ": the system has no memory for a copy of what its exchange has "
+                      "left; a rank that was only stopped may still write to it");
 }
 
 void Runner::tidy() {

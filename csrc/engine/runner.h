@@ -104,6 +104,7 @@ class Runner {
                          const Workbench& bench);
   void tell_choice(const Collective& row, const Job& job);
   void run_special(Request& request);
+  void take_back(const Request& request);
 
   const Station& at_;
   Door& door_;

@@ -16,6 +16,14 @@ constexpr double kAskEveryS = 0.25;
 
 std::string seconds(double s) { return std::to_string(static_cast<int>(s + 0.5)) + " s"; }
 
+// Those that anybody waits for.
+std::vector<Ledger::Stall> stalls_in(const Ledger& ledger, double now, double age_s) {
+  std::vector<Ledger::Stall> found = ledger.stalls(now, age_s);
+  const auto waits = [](const Ledger::Stall& stall) { return !stall.background; };
+  found.erase(std::stable_partition(found.begin(), found.end(), waits), found.end());
+  return found;
+}
+
 // What a rank that others wait for has called instead of what they have: then the calls differ.
 class Instead {
  public:
@@ -148,9 +156,9 @@ void Watch::look_for_carried(double now) {
 void Watch::look_for_stalls(double now) {
   const Ledger& ledger = *agreement_.ledger();
   if (at_.config.stall_fail_s > 0) {
-    const auto stalls = ledger.stalls(now, at_.config.stall_fail_s);
+    const auto stalls = stalls_in(ledger, now, at_.config.stall_fail_s);
     if (!stalls.empty()) {
-      const Instead instead(ledger.stalls(now, 0));
+      const Instead instead(stalls_in(ledger, now, 0));
       for (const auto& stall : stalls) {
         const std::string other = instead.of(stall);
         const char* advice = other.empty() ? "; did it skip this call, or take another branch?"
@@ -163,10 +171,10 @@ void Watch::look_for_stalls(double now) {
     agreement_.decide(runner_.idle());
   }
   if (at_.config.stall_warn_s <= 0 || now - warned_s_ < at_.config.stall_warn_s) return;
-  const auto stalls = ledger.stalls(now, at_.config.stall_warn_s);
+  const auto stalls = stalls_in(ledger, now, at_.config.stall_warn_s);
   if (stalls.empty()) return;
   warned_s_ = now;
-  const Instead instead(ledger.stalls(now, 0));
+  const Instead instead(stalls_in(ledger, now, 0));
   std::string text = "some ranks wait for others";
   if (at_.config.stall_fail_s == 0)
     text += ", for as long as it takes (with stall_fail_s, bagua-run --stall-fail-s 300, it fails)";

@@ -58,8 +58,7 @@ Node::Node(const std::vector<int>& ranks, int me)
 std::string Node::card_of(const Segment& board, uint64_t token) {
   Writer w;
   w.put<int64_t>(::getpid());
-  w.put<int64_t>(board.fd());
-  w.put<uint64_t>(board.nbytes());
+  w.put(board.card());
   w.put<uint64_t>(token);
   return std::string(w.bytes());
 }
@@ -68,14 +67,13 @@ void Node::enter(int peer, const std::string& card) {
   Reader r(card);
   Peer& p = peers_[static_cast<size_t>(peer)];
   p.pid = static_cast<int>(r.get<int64_t>());
-  const auto fd = static_cast<int>(r.get<int64_t>());
-  const auto nbytes = static_cast<size_t>(r.get<uint64_t>());
+  const auto board = r.get<Segment::Card>();
   const auto token = r.get<uint64_t>();
   if (peer == me_) {
     p.board = board_;
     return;
   }
-  p.board_memory = std::make_unique<Segment>(p.pid, fd, nbytes);
+  p.board_memory = std::make_unique<Segment>(p.pid, board);
   p.board = reinterpret_cast<Board*>(p.board_memory->data());
   if (p.board->token != token)
     throw InternalError("process " + std::to_string(p.pid) +
@@ -128,6 +126,12 @@ void Node::abandon() {
   if (stage_) keep_for_ever(stage_);
 }
 
+bool Node::take_back(const void* data, size_t nbytes) {
+  const auto is_other = [](const Peer& peer) { return peer.pid != ::getpid(); };
+  if (std::none_of(peers_.begin(), peers_.end(), is_other)) return true;
+  return arenas_->take_back(data, nbytes);
+}
+
 int Node::index_of(int rank) const {
   const auto it = std::lower_bound(ranks_.begin(), ranks_.end(), rank);
   return it != ranks_.end() && *it == rank ? static_cast<int>(it - ranks_.begin()) : -1;
@@ -177,7 +181,7 @@ char* Node::at(int peer, const Place& place) {
   if (!mapped.memory || mapped.generation != place.generation) {
     const Arenas::Mapping& entry = p.board->segments[place.segment];
     mapped.memory.reset();
-    mapped.memory = std::make_unique<Segment>(p.pid, entry.fd, entry.nbytes);
+    mapped.memory = std::make_unique<Segment>(p.pid, entry.card);
     mapped.generation = place.generation;
   }
   return mapped.memory->data() + place.offset;

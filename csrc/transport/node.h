@@ -41,6 +41,11 @@ class Node {
   // therefore stays.
   void abandon();
 
+  // After that: memory that goes on being used, while a rank that was only stopped may come back
+  // and write what it was about to. False if the system refused it. Ranks that are threads share
+  // it.
+  bool take_back(const void* data, size_t nbytes);
+
   int size() const { return static_cast<int>(ranks_.size()); }
   int first_rank() const { return ranks_.front(); }
   int index_of(int rank) const;  // on this node; -1 if it is elsewhere

@@ -63,22 +63,28 @@ Segment::Segment(size_t nbytes, size_t wanted)
   Forked<Segment>::all().add(this);
 }
 
-Segment::Segment(int pid, int fd, size_t nbytes) : nbytes_(nbytes) {
+Segment::Card Segment::card() const {
+  struct stat file{};
+  ::fstat(fd_, &file);
+  return {fd_, nbytes_, file.st_dev, file.st_ino};
+}
+
+Segment::Segment(int pid, const Card& card) : nbytes_(card.nbytes) {
   if (pid == ::getpid())
     Forked<Segment>::all().each([&](const Segment& own) {
-      if (own.fd_ == fd) data_ = own.data_;
+      if (own.fd_ == card.fd) data_ = own.data_;
     });
   if (data_) return;
-  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(card.fd);
   const int mine = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (mine < 0 && (errno == ENOENT || errno == ESRCH))
     throw PeerError("process " + std::to_string(pid) + " is gone, or of another container");
   if (mine < 0) fail("open another process's", nbytes_, errno);
   try {
-    // In another container the same numbers may name any file, or end earlier than what is touched.
+    // In another container, or when it is gone, the same numbers may name any file.
     struct stat file{};
-    if (::fstat(mine, &file) != 0 || !S_ISREG(file.st_mode) ||
-        static_cast<size_t>(file.st_size) < nbytes)
+    if (::fstat(mine, &file) != 0 || file.st_dev != card.device || file.st_ino != card.inode ||
+        static_cast<size_t>(file.st_size) < nbytes_)
       throw PeerError("what process " + std::to_string(pid) +
                       " of this container has open is not the memory that was meant");
     map(mine);
@@ -113,10 +119,60 @@ Segment::~Segment() {
   if (fd_ >= 0) Forked<Segment>::all().remove(this, [this] { ::close(fd_); });
 }
 
+// Calls look(begin, end) for what was not taken back.
+template <class Look>
+void Segment::each_shared(size_t begin, size_t end, Look look) const {
+  for (const auto& [own_begin, own_end] : own_) {
+    if (own_begin >= end) break;
+    if (own_end <= begin) continue;
+    if (begin < own_begin) look(begin, own_begin);
+    begin = own_end;
+  }
+  if (begin < end) look(begin, end);
+}
+
+// What this process writes there is its own from now on, and what it has written it sees as others
+// leave it until then.
+bool Segment::make_own(size_t begin, size_t end) {
+  return ::mmap(data() + begin, end - begin, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, fd_,
+                static_cast<off_t>(begin)) != MAP_FAILED;
+}
+
+bool Segment::take_back(size_t offset, size_t nbytes) {
+  bool all = true;
+  Forked<Segment>::all().meanwhile([&] {
+    std::vector<std::pair<size_t, size_t>> parts;
+    const size_t end = std::min(round_up(offset + nbytes, kPage), nbytes_);
+    each_shared(offset / kPage * kPage, end,
+                [&](size_t from, size_t to) { parts.emplace_back(from, to); });
+    for (const auto& [from, to] : parts) {
+      if (!make_own(from, to)) {
+        all = false;
+        continue;
+      }
+      own_[from] = to;
+      // A page is this process's own once it is written to, if only what it had held.
+      for (char* page = data() + from; page < data() + to; page += kPage) {
+        char held = __atomic_load_n(page, __ATOMIC_RELAXED);
+        __atomic_compare_exchange_n(page, &held, held, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+      }
+    }
+  });
+  return all;
+}
+
 // What a child writes or frees is its own. What it has not written it sees as its parent leaves it,
-// which may take pages back: it must not count on what it finds.
+// which may take pages back: it must not count on what it finds. Where the system refuses that, it
+// must not touch any of it.
 void Segment::in_child() {
-  ::mmap(data(), nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, fd_, 0);
+  each_shared(0, nbytes_, [&](size_t begin, size_t end) {
+    if (make_own(begin, end)) return;
+    constexpr char kText[] =
+        "bagua: the system refuses a forked child its copy of memory that ranks share (ulimit -d, "
+        "or overcommit): it must not touch tensors in it\n";
+    [[maybe_unused]] const auto told = ::write(2, kText, sizeof kText - 1);
+    ::mmap(data() + begin, end - begin, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+  });
 }
 
 Arenas::Arenas() : pid_(::getpid()) {}
@@ -224,7 +280,14 @@ Place Arenas::find(const void* data, size_t nbytes) const {
 Arenas::Mapping Arenas::mapping(uint32_t number) const {
   std::lock_guard<std::mutex> lock(mutex_);
   const Owned& owned = segments_.at(number);
-  return {owned.generation, owned.memory->fd(), owned.memory->nbytes()};
+  return {owned.generation, owned.memory->card()};
+}
+
+bool Arenas::take_back(const void* data, size_t nbytes) {
+  const Place place = find(data, nbytes);
+  if (place.nowhere() || nbytes == 0) return true;
+  std::lock_guard<std::mutex> lock(mutex_);
+  return segments_[place.segment].memory->take_back(place.offset, nbytes);
 }
 
 size_t Arenas::segment_count() const {

@@ -20,25 +20,38 @@ class Segment {
   // Makes one, of which so many bytes are wanted now; its pages read as zeros and take memory once
   // they are touched.
   explicit Segment(size_t nbytes, size_t wanted = SIZE_MAX);
+  // How others map it.
+  struct Card {
+    int fd = -1;
+    size_t nbytes = 0;
+    uint64_t device = 0, inode = 0;  // which no other file has
+  };
+  Card card() const;
   // Maps one that another process has made. One of this process, whose ranks are threads then, is
   // at the same addresses for all of them, so that ThreadSanitizer sees who reads what others
   // write.
-  Segment(int pid, int fd, size_t nbytes);
+  Segment(int pid, const Card& card);
   ~Segment();
   Segment(const Segment&) = delete;
 
   char* data() const { return data_.get(); }
   size_t nbytes() const { return nbytes_; }
-  int fd() const { return fd_; }  // -1 for a mapped one
+  // Of one that this process has made: what others write there from now on does not show here. They
+  // may be at it still when this rank has given them up. False if the system refused it.
+  bool take_back(size_t offset, size_t nbytes);
 
  private:
   friend class Forked<Segment>;
   void map(int fd);
   void in_child();
+  bool make_own(size_t begin, size_t end);
+  template <class Look>
+  void each_shared(size_t begin, size_t end, Look look) const;
 
   size_t nbytes_;
   std::shared_ptr<char> data_;
-  int fd_ = -1;
+  int fd_ = -1;                   // of a mapped one
+  std::map<size_t, size_t> own_;  // what was taken back: begin -> end, never overlapping
 };
 
 // Where memory lies, in a way that other processes understand.
@@ -63,11 +76,12 @@ class Arenas : public std::enable_shared_from_this<Arenas> {
   std::shared_ptr<char> allocate_for_good(size_t nbytes);
   // Where [data, data + nbytes) lies, or nowhere if not in one of the arenas.
   Place find(const void* data, size_t nbytes) const;
+  // Segment::take_back() for memory in one of the arenas; elsewhere there is nothing to do.
+  bool take_back(const void* data, size_t nbytes);
   // How others map a segment, for as long as anything in it is in use.
   struct Mapping {
     uint32_t generation = 0;
-    int fd = -1;
-    size_t nbytes = 0;
+    Segment::Card card;
   };
   Mapping mapping(uint32_t number) const;
   size_t segment_count() const;

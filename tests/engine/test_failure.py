@@ -209,6 +209,40 @@ os._exit(0)
         assert "has not answered" in result.stdout[rank], result
 
 
+@pytest.mark.parametrize("delay_s", [0.1, 0.13, 0.17, 0.22])  # at times in the middle of writing
+def test_who_comes_back_writes_to_nobody(run, delay_s):
+    result = run(
+        2,
+        f"""
+big = bagua.empty_shared(64 << 20)
+big.fill(1)
+bagua.allreduce_(big, name="warm")
+pids = bagua.allgather_object(os.getpid())
+bagua.barrier()
+if me == 0:
+    threading.Timer({delay_s}, lambda: os.kill(pids[1], signal.SIGSTOP)).start()
+    def work():
+        while True: bagua.allreduce_(big, name="big", op=bagua.Max)
+    expect_error(work)
+    big.fill(-7)
+    os.kill(pids[1], signal.SIGCONT)
+    meet()
+    say((big == -7).all())
+    meet()
+else:
+    try:
+        while True: bagua.allreduce_(big, name="big", op=bagua.Max)
+    except bagua.PeerError:
+        meet()
+    meet()
+os._exit(0)
+""",
+        timeout_s=60,
+    )
+    assert "PeerError rank 1 (host" in result.stdout[0], result
+    assert "True" in result.stdout[0], result
+
+
 def test_slow_rank_is_no_stopped_one(run):
     result = run(
         2,

@@ -94,3 +94,28 @@ def test_who_settles_waits_for_the_slowest(run_ranks):
     result = run_ranks(2, AT_UNLIKE_SPEEDS, "settles")
     assert result.exit_code == 0, str(result)
     assert "by itself" not in "".join(result.stderr), str(result)
+
+
+SLOW = """
+import time, torch, bagua.torch as bagua
+from bagua.algorithms import AsyncModelAverage
+
+bagua.init(stall_fail_s=1, stall_warn_s=1)
+begin = time.time()
+param = torch.nn.Parameter(torch.full((3, 4), float(bagua.rank())))
+sgd = torch.optim.SGD([param], lr=0.0)
+optimizer = bagua.DistributedOptimizer(sgd, algorithm=AsyncModelAverage(sync_interval_ms=0))
+while time.time() < begin + 4:
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    time.sleep(0.01 if bagua.rank() == 0 else 5)
+time.sleep(max(0, begin + 6 - time.time()))
+optimizer.settle()
+print(param.mean().item())
+"""
+
+
+def test_who_is_slow_is_no_stall(run_ranks):
+    result = run_ranks(2, SLOW)
+    assert result.stdout == ["0.0\n"] * 2, str(result)
+    assert "wait for others" not in "".join(result.stderr), str(result)

@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <map>
+#include <string>
+
 namespace bagua {
 namespace {
 
@@ -485,6 +488,22 @@ TEST(Ledger, StallsNameWhoIsMissing) {
   EXPECT_FALSE(book.ledger.any_open());
   for (int rank = 0; rank < 4; ++rank) book.bit(rank, x);
   EXPECT_EQ(book.take().agreed.size(), 1u);
+}
+
+// Whoever does not wait for it needs no warning, nor is it given up.
+TEST(Ledger, AStallInTheBackgroundIsToldFromOthers) {
+  Description quiet = sum_of(1);
+  quiet.background = true;
+  Book book(2);
+  for (const int rank : {0, 1}) book.tell(rank, full("known", quiet));
+  book.bit(0, book.ledger.take_background().agreed.at(0).id);
+  book.tell(0, full("new", quiet));
+  book.tell(0, full("awaited", sum_of(1)));
+  std::map<std::string, bool> background;
+  for (const auto& stall : book.ledger.stalls(book.now_s + 10, 5))
+    background[stall.label] = stall.background;
+  EXPECT_EQ(background,
+            (std::map<std::string, bool>{{"awaited", false}, {"known", true}, {"new", true}}));
 }
 
 // Whoever was refused has its error, and may never come again.

@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -24,7 +25,7 @@ TEST(Segment, IsSeenByWhoeverMapsIt) {
   const int pid = ::getpid();
   const int child = ::fork();
   if (child == 0) {
-    Segment theirs(pid, mine.fd(), mine.nbytes());
+    Segment theirs(pid, mine.card());
     std::memcpy(mine.data() + 9000, "mine", 5);  // a copy
     std::memcpy(theirs.data() + 9000, "word", 5);
     ::_exit(0);
@@ -45,28 +46,96 @@ TEST(Segment, BeginsWhereAHugePageCan) {
 
 TEST(Segment, OfThisProcessOutlivesItsMaker) {
   auto mine = std::make_unique<Segment>(10000);
-  const int fd = mine->fd();
-  const Segment theirs(::getpid(), fd, mine->nbytes());
+  const Segment::Card card = mine->card();
+  const Segment theirs(::getpid(), card);
   std::memcpy(mine->data(), "word", 5);
   EXPECT_EQ(mine->data(), theirs.data()) << "for ThreadSanitizer";
   mine.reset();
   EXPECT_STREQ(theirs.data(), "word");
-  EXPECT_THROW(Segment(::getpid(), fd, 4096), PeerError);
+  EXPECT_THROW(Segment(::getpid(), card), PeerError);
 }
 
 TEST(Segment, OfAProcessThatIsGoneIsAPeerError) {
-  EXPECT_THROW(Segment(::getpid(), 1 << 20, 4096), PeerError);
+  EXPECT_THROW(Segment(::getpid(), {1 << 20, 4096, 0, 0}), PeerError);
 }
 
 TEST(Segment, WhatIsNoSuchMemoryIsAPeerError) {
+  const auto card_of = [](int fd, size_t nbytes) {
+    struct stat file{};
+    EXPECT_EQ(::fstat(fd, &file), 0);
+    return Segment::Card{fd, nbytes, file.st_dev, file.st_ino};
+  };
   const int shorter = ::memfd_create("shorter", MFD_CLOEXEC);
   ASSERT_EQ(::ftruncate(shorter, 4096), 0);
-  EXPECT_NO_THROW(Segment(::getpid(), shorter, 4096));
-  EXPECT_THROW(Segment(::getpid(), shorter, 8192), PeerError) << "touching it would be SIGBUS";
+  const Segment::Card right = card_of(shorter, 4096);
+  EXPECT_NO_THROW(Segment(::getpid(), right));
+  EXPECT_THROW(Segment(::getpid(), card_of(shorter, 8192)), PeerError) << "it would be SIGBUS";
+  // The number has been given to another file since.
+  const int other = ::memfd_create("other", MFD_CLOEXEC);
+  ASSERT_EQ(::ftruncate(other, 4096), 0);
+  ::dup2(other, shorter);
+  EXPECT_THROW(Segment(::getpid(), right), PeerError);
   ::close(shorter);
-  const int terminal = ::open("/dev/null", O_RDWR | O_CLOEXEC);
-  EXPECT_THROW(Segment(::getpid(), terminal, 4096), PeerError);
-  ::close(terminal);
+  ::close(other);
+}
+
+// Pages of it are this process's own, whoever was about to write there, and whoever is forked.
+TEST(Segment, WhatIsTakenBackStaysAsItIs) {
+  constexpr size_t kPage = 4096;
+  Segment mine(16 * kPage);
+  std::memset(mine.data(), 1, mine.nbytes());
+  ASSERT_TRUE(mine.take_back(3 * kPage + 100, 2 * kPage));  // some of three pages
+  ASSERT_TRUE(mine.take_back(5 * kPage, 2 * kPage));        // of which one is its own already
+  mine.data()[5 * kPage] = 2;
+  const int pid = ::getpid();
+  const auto in_child = [&](auto work) {
+    const int child = ::fork();
+    if (child == 0) ::_exit(work() ? 0 : 1);
+    int status = -1;
+    ::waitpid(child, &status, 0);
+    EXPECT_EQ(status, 0);
+  };
+  in_child([&] {
+    Segment theirs(pid, mine.card());
+    std::memset(theirs.data(), 7, theirs.nbytes());
+    return true;
+  });
+  for (size_t page = 0; page < 16; ++page) {
+    const bool own = page >= 3 && page < 7;
+    EXPECT_EQ(mine.data()[page * kPage], !own ? 7 : page == 5 ? 2 : 1) << page;
+  }
+  in_child([&] {
+    const bool same = mine.data()[5 * kPage] == 2 && mine.data()[4 * kPage] == 1;
+    std::memset(mine.data(), 9, mine.nbytes());
+    return same;
+  });
+  EXPECT_EQ(mine.data()[5 * kPage], 2);
+  EXPECT_EQ(mine.data()[0], 7);
+}
+
+// It would write to its parent's memory otherwise.
+TEST(Segment, AChildWithoutMemoryForACopyTouchesNothing) {
+  Segment mine(size_t{64} << 20);
+  std::memset(mine.data(), 1, mine.nbytes());
+  const int child = ::fork();
+  if (child == 0) {
+    // In the child of this one, as the limit is one that a process cannot be rid of.
+    const rlimit none{size_t{32} << 20, size_t{32} << 20};
+    ::setrlimit(RLIMIT_DATA, &none);
+    const int grandchild = ::fork();
+    if (grandchild == 0) {
+      ::signal(SIGSEGV, SIG_DFL);
+      std::memset(mine.data(), 9, 1);
+      ::_exit(0);
+    }
+    int status = 0;
+    ::waitpid(grandchild, &status, 0);
+    ::_exit(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV ? 0 : 1);
+  }
+  int status = -1;
+  ::waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(mine.data()[0], 1);
 }
 
 TEST(Segment, TooLargeIsAnErrorBeforeAnythingIsMade) {
