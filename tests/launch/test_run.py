@@ -380,7 +380,8 @@ def test_check_build_is_a_checklist():
     else:
         assert "pip install ." in out
     if "[X] CUDA" in out and not Path("/proc/driver/nvidia/version").exists():
-        assert "[ ] GPU: no cuda device, and no driver of NVIDIA's\n    [ ] NCCL: not needed" in out
+        assert "[ ] GPU: no cuda device, and no driver of NVIDIA's\n" in out
+        assert re.search(r"\[ \] NCCL: not needed|\[X\] NCCL: \d", out)  # torch may have brought it
 
 
 def test_the_checklist_starts_no_mpi():
