@@ -53,7 +53,11 @@ else
 # Two halves at once, since ranks that wait for each other leave a core half idle: the frontend on several
 # ranks, and the rest, which prints when it has ended.
 test-python: dev
-	@$(MAKE) --no-print-directory -j2 -k test-several-ranks test-rest
+	@if ! $(MAKE) --no-print-directory -j2 -k test-several-ranks test-rest; then
+	  # What ended first is above the other half's lines.
+	  ! grep -hE '^(FAILED|ERROR) ' $(REST_LOG) || echo "these failed in $(REST_LOG), and what is above"
+	  exit 1
+	fi
 endif
 
 EVERYDAY := -m pytest -m 'not slow'
@@ -219,6 +223,7 @@ $(STAMP)/tools: pyproject.toml cmake/cuda_toolkit.py $(STAMP)/venv
 
 $(STAMP)/extension: $(STAMP)/tools $(BUILD_FILES)
 	@echo "compiling and installing bagua into $(VENV), editable: some minutes the first time"
+	[ -n "$(DRIVER)" ] || ! $(BIN)/python $(FOR_GPUS) || echo "(the torch in it is the one for GPUs: PyTorch's own index could not be reached)"
 	$(PIP) --no-build-isolation -e '.[torch,test,dev]'
 	touch $@
 

@@ -39,7 +39,10 @@ __all__ = ["__version__", *_MODULE_OF]
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'bagua' has no attribute {name!r}")
+        raise AttributeError(
+            f"module 'bagua' has no attribute {name!r}; what is for PyTorch is in bagua.torch: "
+            "import bagua.torch as bagua"
+        )
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value

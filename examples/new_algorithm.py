@@ -21,6 +21,8 @@ class AdasumForLarge(Algorithm):
     from_nbytes: int = 4096
     name: ClassVar[str] = "adasum_for_large"
 
+    # Asked when buckets are made, not in every step, and the same on every rank. What changes from
+    # step to step says `at(step)`, which returns another algorithm.
     def plan(self, bucket: BucketInfo, world, step: int) -> Exchange:
         large = bucket.nbytes >= self.from_nbytes
         return Exchange(op=bagua.Adasum if large else bagua.Average)

@@ -274,9 +274,10 @@ def find(algorithm: str | Algorithm) -> Algorithm:
     if algorithm in _REGISTRY:
         return _REGISTRY[algorithm]()
     if (codec := algorithm.lower()) in CODECS:
+        feedback = ", error_feedback=True" if codec == "minmax_u4" else ""
         raise UsageError(
             f"{codec!r} is a codec, which algorithms combine with other choices: give "
-            f"bagua.algorithms.Algorithm(codec={codec!r}) in the script"
+            f"bagua.algorithms.ByteGrad(codec={codec!r}{feedback}) in the script"
         )
     hint = nearest(algorithm, _REGISTRY) or (
         "; one of the script's own must be registered before DistributedOptimizer is made"
