@@ -106,7 +106,10 @@ def test_a_name_is_that_of_one_class():
         ("topkk", "unknown algorithm 'topkk'; known: .*; did you mean 'topk'"),
         ("async", "unknown algorithm 'async'; known: .*; did you mean 'async_model_average'"),
         ("adasum_for_large", "'adasum_for_large'; known: .*topk; one of the script's own must be"),
-        ("minmax_u4", r"'minmax_u4' is a codec, .*ByteGrad\(codec='minmax_u4', error_feedback=True\)"),
+        (
+            "minmax_u4",
+            r"'minmax_u4' is a codec, .*ByteGrad\(codec='minmax_u4', error_feedback=True\)",
+        ),
         ("SIGN1", r"'sign1' is a codec, .*ByteGrad\(codec='sign1'\)"),
     ],
 )
