@@ -97,19 +97,30 @@ def test_who_settles_waits_for_the_slowest(run_ranks):
 
 
 SLOW = """
-import time, torch, bagua.torch as bagua
+import glob, os, time, torch, bagua.torch as bagua
 from bagua.algorithms import AsyncModelAverage
 
-bagua.init(stall_fail_s=1, stall_warn_s=1)
-begin = time.time()
+bagua.init(stall_fail_s=2, stall_warn_s=1)
 param = torch.nn.Parameter(torch.full((3, 4), float(bagua.rank())))
 sgd = torch.optim.SGD([param], lr=0.0)
 optimizer = bagua.DistributedOptimizer(sgd, algorithm=AsyncModelAverage(sync_interval_ms=0))
-while time.time() < begin + 4:
-    param.grad = torch.zeros_like(param)
-    optimizer.step()
-    time.sleep(0.01 if bagua.rank() == 0 else 5)
-time.sleep(max(0, begin + 6 - time.time()))
+
+def steps(count):
+    for _ in range(count):
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+        time.sleep(0.01)
+
+def meet(what):  # which nobody but the test waits for
+    folder = os.path.dirname(os.path.abspath(__file__))
+    open(f"{folder}/{what}.{bagua.rank()}", "w").close()
+    while len(glob.glob(f"{folder}/{what}.*")) < 2:
+        time.sleep(0.01)
+
+steps(1)  # before it all wait for each other
+meet("began")
+steps(400) if bagua.rank() == 0 else time.sleep(5)
+meet("ends")
 optimizer.settle()
 print(param.mean().item())
 """
@@ -117,5 +128,5 @@ print(param.mean().item())
 
 def test_who_is_slow_is_no_stall(run_ranks):
     result = run_ranks(2, SLOW)
-    assert result.stdout == ["0.0\n"] * 2, str(result)
+    assert result.stdout == ["0.0\n"] * 2, str(result)  # they begin with the first one's weights
     assert "wait for others" not in "".join(result.stderr), str(result)
