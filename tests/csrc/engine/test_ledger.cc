@@ -496,6 +496,8 @@ TEST(Ledger, AStallInTheBackgroundIsToldFromOthers) {
   quiet.background = true;
   Book book(2);
   for (const int rank : {0, 1}) book.tell(rank, full("known", quiet));
+  EXPECT_TRUE(book.take().agreed.empty());
+  ASSERT_TRUE(book.ledger.has_background());
   book.bit(0, book.ledger.take_background().agreed.at(0).id);
   book.tell(0, full("new", quiet));
   book.tell(0, full("awaited", sum_of(1)));
