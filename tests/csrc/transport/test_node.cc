@@ -265,7 +265,8 @@ TEST(Meet, WhoHasNoMemorySaysWhy) {
 
 TEST(Meet, AProcessThatCannotBeSeenIsNamed) {
   const std::string process = "rank 3: process " + std::to_string(::getpid());
-  // A card: process, descriptor, bytes, two numbers of the file, and what proves that it is the rank's.
+  // A card: process, descriptor, bytes, two numbers of the file, and what proves that it is the
+  // rank's.
   EXPECT_EQ(why_not([](std::string& card) { put_number(card, 1, 1 << 20); }),
             process + " is gone, or of another container");
   EXPECT_EQ(why_not([](std::string& card) { put_number(card, 5, 1); }),
