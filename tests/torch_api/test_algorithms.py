@@ -162,8 +162,11 @@ def test_a_name_that_only_the_successor_has(bagua):
     assert made("local_sgd") == LocalSGD()
     assert made("topk") == TopK()
     assert made("async") == bagua.algorithms.Algorithm.init("async").made()
-    with pytest.raises(ValueError, match="unknown algorithm 'topkk'"):
+    words = "unknown algorithm 'topkk'; known: async, .*local_sgd.*; did you mean 'topk'"
+    with pytest.raises(ValueError, match=words):
         made("topkk")
+    with pytest.raises(ValueError, match="'sign1' is a codec"):
+        made("sign1")
 
 
 @pytest.mark.ranks(1)
