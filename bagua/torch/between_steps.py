@@ -194,7 +194,7 @@ class BetweenSteps:
         prefix = self.standing.name(f"weights.{self._generation}")
         info = BucketInfo(prefix, 0, dtype, count, sum(p.nbytes for p in params))
         self._exchange = planned(self.algorithm, info, world(), self._step)
-        self._pieces = pieces_of(
+        makes = pieces_of(
             prefix,
             named,
             self._exchange,
@@ -203,6 +203,8 @@ class BetweenSteps:
             self.rounds,
             self.algorithm.keeps_exact,
         )
+        with self.standing.taking_memory("weights"):
+            self._pieces = [make() for make in makes]
 
     def _piece_nbytes(self) -> float:
         """What is exchanged at a time, at most, if it is more than one parameter."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -52,11 +53,11 @@ class Plan:
     def build(self, runs: Sequence[Sequence[Slot]], cut: bool) -> list[Bucket]:
         """Buckets over runs of slots, in order of readiness; `cut` splits a run by size."""
         self.generation = self.standing.generation()
-        buckets: list[Bucket] = []
-        for run in runs:
-            for slots in self._split(run, cut):
-                buckets.append(self._bucket(len(buckets), slots))
-        return buckets
+        parts = [slots for run in runs for slots in self._split(run, cut)]
+        # What is wrong with the plan is so on every rank; memory may be refused on one.
+        makes = [self._bucket(index, slots) for index, slots in enumerate(parts)]
+        with self.standing.taking_memory("buckets"):
+            return [make() for make in makes]
 
     def _split(self, run: Sequence[Slot], cut: bool) -> list[list[Slot]]:
         """The run by device, element type and algorithm, and by size.
@@ -98,7 +99,7 @@ class Plan:
             exchange = replace(exchange, codec="raw", error_feedback=None, low_rank=0)
         return exchange if self.op is None else replace(exchange, op=self.op)
 
-    def _bucket(self, index: int, slots: Sequence[Slot]) -> Bucket:
+    def _bucket(self, index: int, slots: Sequence[Slot]) -> Callable[[], Bucket]:
         # All of them are ready at the launch; the optimizer likes to find them in its own order.
         slots = sorted(slots, key=lambda slot: slot.number)
         dtype = slots[0].param.dtype
@@ -109,12 +110,13 @@ class Plan:
         info = BucketInfo(name, index, dtype_name(dtype), count, count * dtype.itemsize)
         exchange = self.exchange_of(slots[0], info)
         alone = self.process_set.size() == 1  # then nothing has to travel
-        kind = Bucket
+        kind: type[Bucket] = Bucket
         if exchange.momentum_correction:
             kind = VelocityBucket
         elif exchange.low_rank and not alone:
             kind = LowRankBucket
-        return kind(name, info, slots, dtype, exchange, self.scales, self.process_set, self.fold)
+        shared = self.scales, self.process_set, self.fold
+        return partial(kind, name, info, slots, dtype, exchange, *shared)
 
 
 def _large_until(slots: list[Slot], small_nbytes: int) -> int:

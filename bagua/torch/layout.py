@@ -12,7 +12,7 @@ import torch
 
 from bagua.common import numpy_ops
 from bagua.common.core import core
-from bagua.common.errors import BaguaError, InternalError, UsageError
+from bagua.common.errors import InternalError, UsageError
 from bagua.common.kinds import Kind, ReduceOp
 from bagua.common.requests import refuse_quietly
 from bagua.common.world import world
@@ -168,11 +168,7 @@ class Layout:
         if not exactly:
             runs = self._grouping.apply([slot for run in runs for slot in run]) or runs
         self._loose.plan_anew()
-        try:
-            self.buckets = self._plan.build(runs, cut=not (exactly or self._grouping))
-        except BaguaError:  # the others have theirs, and would wait for this rank's
-            self._plan.standing.withdraw("had no memory for its buckets")
-            raise
+        self.buckets = self._plan.build(runs, cut=not (exactly or self._grouping))
         self._check_complete()
         for bucket in self.buckets:
             bucket.watch = self._watch

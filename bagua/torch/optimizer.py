@@ -329,8 +329,9 @@ class DistributedOptimizer(Wrapped):
             now.close()
             try:
                 self._change_to(wanted)
-            except UsageError:  # on all ranks, who go on as before
-                self._change_to(now.algorithm)
+            except UsageError:  # on all ranks, who go on as before, unless this one cannot
+                if not self._standing.withdrawn:
+                    self._change_to(now.algorithm)
                 raise
         if self._loaded is not None:
             self._driver.load_state(self._loaded, self._step)

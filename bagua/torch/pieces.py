@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,8 +174,8 @@ def pieces_of(
     nbytes: float,
     rounds: int,
     keeps_exact: Callable[[str, tuple[int, ...]], bool],
-) -> list[Piece]:
-    """The parameters in order, cut into pieces of at most so many bytes.
+) -> list[Callable[[], Piece]]:
+    """What makes pieces of at most so many bytes, of the parameters in order.
 
     Those of a piece are of one element type, on one device, and all through a codec or all not.
     """
@@ -199,7 +200,9 @@ def pieces_of(
     done.sort(key=lambda piece: not piece[0])  # what stays exact is small, and need not wait
     plain = replace(exchange, codec="raw", error_feedback=None)
     return [
-        Piece(f"{prefix}.{number}", some, plain if exact else exchange, process_set, rounds)
+        partial(
+            Piece, f"{prefix}.{number}", some, plain if exact else exchange, process_set, rounds
+        )
         for number, (exact, some) in enumerate(done)
     ]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 from bagua.common.core import core
@@ -65,6 +65,15 @@ class Standing:
         with contextlib.suppress(BaguaError):  # the engine may have ended
             core.withdraw(world().engine, f"{self.prefix}.", self.process_set._id(), self._problem)
         self.withdrawn = True
+
+    @contextlib.contextmanager
+    def taking_memory(self, what: str) -> Iterator[None]:
+        """All ranks do at once. The others have theirs, and would wait for one that was refused."""
+        try:
+            yield
+        except BaguaError:
+            self.withdraw(f"had no memory for its {what}")
+            raise
 
     def check(self) -> None:
         if self.withdrawn:
