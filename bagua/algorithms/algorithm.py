@@ -259,8 +259,11 @@ def names() -> list[str]:
     return sorted(_REGISTRY)
 
 
-def find(algorithm: str | Algorithm) -> Algorithm:
-    """The algorithm of that name with its defaults, or the object itself."""
+def find(algorithm: str | Algorithm, others: Iterable[str] = ()) -> Algorithm:
+    """The algorithm of that name with its defaults, or the object itself.
+
+    Who is told of a misspelt one hears of `others`, too, which the caller knows.
+    """
     if isinstance(algorithm, Algorithm):
         return algorithm
     if isinstance(algorithm, type) and issubclass(algorithm, Algorithm):
@@ -279,7 +282,8 @@ def find(algorithm: str | Algorithm) -> Algorithm:
             f"{codec!r} is a codec, which algorithms combine with other choices: give "
             f"bagua.algorithms.ByteGrad(codec={codec!r}{feedback}) in the script"
         )
-    hint = nearest(algorithm, _REGISTRY) or (
+    known = sorted({*names(), *others})
+    hint = nearest(algorithm, known) or (
         "; one of the script's own must be registered before DistributedOptimizer is made"
     )
-    raise UsageError(f"unknown algorithm {algorithm!r}; known: {', '.join(names())}{hint}")
+    raise UsageError(f"unknown algorithm {algorithm!r}; known: {', '.join(known)}{hint}")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterable
 from numbers import Real
 from typing import Any, Union
 
 import torch
 
 from bagua import algorithms
-from bagua.algorithms.algorithm import check_arguments, find, names, take_plain_numbers
-from bagua.algorithms.exchange import CODECS
+from bagua.algorithms.algorithm import check_arguments, find, take_plain_numbers
 from bagua.common.config import nearest
 from bagua.common.errors import UsageError
 
@@ -60,7 +58,10 @@ class Algorithm:
     def init(cls, name: str, **arguments: Any) -> Algorithm:
         """The algorithm of that name: `Algorithm.init("bytegrad", average=False)`."""
         if not isinstance(name, str) or name not in _KNOWN:
-            raise unknown(name, _KNOWN)
+            raise UsageError(
+                f"unknown algorithm {name!r}; known: {', '.join(sorted(_KNOWN))}"
+                f"{nearest(str(name), _KNOWN)}"
+            )
         module, kind = _KNOWN[name]
         home = importlib.import_module(f"bagua.torch_api.algorithms.{module}")
         made_by = getattr(home, kind)
@@ -73,12 +74,6 @@ class Algorithm:
         return algorithm
 
 
-def unknown(name: object, known: Iterable[str]) -> UsageError:
-    known = sorted(known)
-    hint = nearest(str(name), known)
-    return UsageError(f"unknown algorithm {name!r}; known: {', '.join(known)}{hint}")
-
-
 AnyAlgorithm = Union[Algorithm, algorithms.Algorithm, str]
 
 
@@ -86,9 +81,7 @@ def made(algorithm: AnyAlgorithm) -> algorithms.Algorithm:
     """The algorithm as the optimizer wants it; one of `bagua.algorithms` is that already."""
     if isinstance(algorithm, str):
         if algorithm not in _KNOWN:
-            if algorithm in names() or algorithm.lower() in CODECS:
-                return find(algorithm)  # or hear what a codec is for
-            raise unknown(algorithm, {*_KNOWN, *names()})
+            return find(algorithm, others=_KNOWN)
         algorithm = Algorithm.init(algorithm)
     if isinstance(algorithm, Algorithm):
         return algorithm.made()
