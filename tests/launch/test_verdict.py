@@ -103,10 +103,9 @@ time.sleep(0.5)
     first, last = err.splitlines()[0], err.splitlines()[-1]
     assert "rank 1 on host" in first
     assert "was halted by signal 19 (SIGSTOP)" in first
-    assert "memory" not in first  # for which the kernel kills
     assert "kill -CONT" in first
     assert "rank 1 on host" in last
-    assert "did not go on until it was ended" in last
+    assert last.endswith("did not go on until it was ended")  # nor was it the kernel, for memory
 
 
 def test_survivors_of_a_rank_that_stands_still_end_well():
