@@ -44,12 +44,15 @@ def test_kernels_are_run_under_a_sanitizer(tmp_path: Path):
 def test_everyday_tests_fail_with_each_part(tmp_path: Path, failing: str):
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\necho "$@"\ncase "$*" in *{failing}) exit 1; esac\n')
+    fails = "echo FAILED here; exit 1"
+    python.write_text(f'#!/bin/sh\necho "$@"\ncase "$*" in *{failing}) {fails}; esac\n')
     python.chmod(0o755)
     log = tmp_path / "log"  # another one than that of the run that this test is in
     ran = make("-o", "dev", "test-python", f"VENV={tmp_path}", f"REST_LOG={log}")
     assert ran.stdout.count("-m pytest") == 3
     assert (ran.returncode == 0) == (failing == "nothing")
+    hidden = failing in ("-k?not*", "--ignore=*")  # in the half that prints when it has ended
+    assert ran.stdout.splitlines()[-1].startswith(f"{log}:FAILED ") == hidden
 
 
 @pytest.mark.parametrize("for_gpus", [True, False])
