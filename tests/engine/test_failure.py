@@ -209,7 +209,7 @@ os._exit(0)
         assert "has not answered" in result.stdout[rank], result
 
 
-@pytest.mark.parametrize("delay_s", [0.1, 0.13, 0.17, 0.22])  # at times in the middle of writing
+@pytest.mark.parametrize("delay_s", [0.13, 0.22])  # mostly in the middle of writing
 def test_who_comes_back_writes_to_nobody(run, delay_s):
     result = run(
         2,

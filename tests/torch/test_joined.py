@@ -55,26 +55,6 @@ def meet(hvd, model, optimizer) -> None:
     hvd.broadcast_optimizer_state(optimizer, root_rank=last)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16], ids=str)
-def test_the_exact_average_is_that_of_the_others(hvd, dtype, default):
-    """Whose weights are zeros meanwhile."""
-    weights = nn.Parameter(torch.full((4,), 3.0, dtype=dtype))
-    sgd = torch.optim.SGD([weights], lr=0.0)
-    optimizer = hvd.DistributedOptimizer(sgd, algorithm=LocalSGD())
-    weights.grad = torch.ones_like(weights)
-    optimizer.step()
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(default)
-    try:
-        if hvd.rank() < hvd.size() - 1:
-            optimizer.settle()
-        hvd.join()
-    finally:
-        torch.set_default_dtype(before)
-    assert weights.tolist() == [3.0] * 4
-
-
 def spread(hvd, model) -> float:
     """The largest difference between ranks."""
     flat = torch.cat([param.detach().flatten() for param in model.parameters()])
@@ -168,3 +148,23 @@ def test_optimizers_of_other_ranks_are_left_alone(everyone, hvd):
         assert hvd.join(process_set=pair) == 1
         assert optimizer.progress[0] == 5
     hvd.remove_process_set(pair)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16], ids=str)
+def test_the_exact_average_is_that_of_the_others(hvd, dtype, default):
+    """Whose weights are zeros meanwhile."""
+    weights = nn.Parameter(torch.full((4,), 3.0, dtype=dtype))
+    sgd = torch.optim.SGD([weights], lr=0.0)
+    optimizer = hvd.DistributedOptimizer(sgd, algorithm=LocalSGD())
+    weights.grad = torch.ones_like(weights)
+    optimizer.step()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        if hvd.rank() < hvd.size() - 1:
+            optimizer.settle()
+        hvd.join()
+    finally:
+        torch.set_default_dtype(before)
+    assert weights.tolist() == [3.0] * 4
