@@ -19,8 +19,8 @@ std::string seconds(double s) { return std::to_string(static_cast<int>(s + 0.5))
 // Those that anybody waits for.
 std::vector<Ledger::Stall> stalls_in(const Ledger& ledger, double now, double age_s) {
   std::vector<Ledger::Stall> found = ledger.stalls(now, age_s);
-  const auto waits = [](const Ledger::Stall& stall) { return !stall.background; };
-  found.erase(std::stable_partition(found.begin(), found.end(), waits), found.end());
+  const auto quiet = [](const Ledger::Stall& stall) { return stall.background; };
+  found.erase(std::remove_if(found.begin(), found.end(), quiet), found.end());
   return found;
 }
 

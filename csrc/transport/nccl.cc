@@ -202,11 +202,11 @@ NcclResult NcclGroup::join() {
 }
 
 // A communicator that does not block may still be at it, mostly for as long as it takes NCCL to
-// start a thread. To fall asleep and be woken would take ten times that.
+// start a thread. To fall asleep and be woken would take ten times that. What a single rank asks
+// for it does at once.
 void NcclGroup::finish(NcclResult result, const char* what) {
   expect(result, what);
-  if (result == NcclResult::kSuccess)
-    return;  // done by the call itself, as all of a single rank is
+  if (result == NcclResult::kSuccess) return;  // done by the call itself
   const auto ready = [&] { return (result = state()) != NcclResult::kInProgress; };
   const double late_s = now_s() + kPromptS;
   bool is_ready = ready();

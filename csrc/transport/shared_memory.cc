@@ -170,7 +170,8 @@ void Segment::in_child() {
     constexpr char kText[] =
         "bagua: the system refuses a forked child its copy of memory that ranks share (ulimit -d, "
         "or overcommit): it must not touch tensors in it\n";
-    [[maybe_unused]] const auto told = ::write(2, kText, sizeof kText - 1);
+    static bool told = false;
+    if (!told) told = ::write(2, kText, sizeof kText - 1) > 0;
     ::mmap(data() + begin, end - begin, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
   });
 }
