@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
-from bagua.algorithms.exchange import CODECS, LOSSY, TIMES, Exchange, check_kinds
+from bagua.algorithms.exchange import CODECS, LOSSY, TIMES, Exchange, check_kinds, said
 from bagua.algorithms.other_names import here
 from bagua.common.config import nearest
 from bagua.common.errors import UsageError
@@ -109,13 +109,7 @@ class Algorithm:
                     f"{self.codec!r}; leave it out"
                 )
 
-    def __repr__(self) -> str:
-        chosen = [
-            f"{f.name}={_said(getattr(self, f.name))}"
-            for f in fields(self)
-            if getattr(self, f.name) != f.default
-        ]
-        return f"{type(self).__name__}({', '.join(chosen)})"
+    __repr__ = said
 
     def plan(self, bucket: BucketInfo, world: Ranks, step: int) -> Exchange:
         """What to do with this bucket; the same on every rank.
@@ -222,11 +216,6 @@ def _shrinks(shape: tuple[int, ...], rank: int) -> bool:
         return False
     rows, columns = shape[0], math.prod(shape[1:])
     return (rows + columns) * rank < rows * columns
-
-
-def _said(value: object) -> str:
-    """The same in every process, also of a function."""
-    return getattr(value, "__qualname__", repr(value))
 
 
 _REGISTRY: dict[str, type[Algorithm]] = {}

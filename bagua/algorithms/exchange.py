@@ -68,6 +68,16 @@ def check_kinds(choices: Any) -> None:
             raise UsageError(f"{field.name} is {said}, not {value!r}")
 
 
+def said(choices: Any) -> str:
+    """A dataclass as one would write it; the same in every process, also with a function in it."""
+    chosen = [
+        f"{f.name}={getattr(value, '__qualname__', repr(value))}"
+        for f in fields(choices)
+        if (value := getattr(choices, f.name)) != f.default
+    ]
+    return f"{type(choices).__name__}({', '.join(chosen)})"
+
+
 @dataclass(frozen=True)
 class Exchange:
     """What happens to one bucket in one step."""
@@ -88,6 +98,8 @@ class Exchange:
     outer_lr: float = 1.0  # delta: the step that all take together
     outer_momentum: float = 0.0
     sync_interval_ms: float = 0.0  # background: the pause between two exchanges
+
+    __repr__ = said
 
     def __post_init__(self) -> None:
         check_kinds(self)

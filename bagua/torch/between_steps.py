@@ -18,13 +18,9 @@ from bagua.common.kinds import Average
 from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch import capture, kept, moments, ops
+from bagua.torch.agreement import check_hyperparameters, hyperparameters
 from bagua.torch.arrays import dtype_name
-from bagua.torch.checks import (
-    check_hyperparameters,
-    check_parameters,
-    checked_names,
-    hyperparameters,
-)
+from bagua.torch.checks import check_parameters, checked_names
 from bagua.torch.own import is_own
 from bagua.torch.pieces import Named, Piece, land_all, pieces_of
 from bagua.torch.safety import (

@@ -1,11 +1,10 @@
-"""What must be right, and alike on all ranks, before an optimizer's gradients mix."""
+"""What must be right, and parameters alike on all ranks, before gradients mix."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
 from uuid import UUID
@@ -22,133 +21,9 @@ from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.objects import allgather_object, broadcast_object
 from bagua.common.process_set import ProcessSet
-from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch.arrays import device_of, dtype_name, is_on_device
-from bagua.torch.own import is_own, is_own_of_mean
-
-
-def check_algorithm(
-    algorithm: Algorithm,
-    steps: int,
-    in_step: bool,
-    of_gradients: dict[str, Any],
-    names: Mapping[torch.Tensor, str],
-    name: str,
-    process_set: ProcessSet,
-) -> int:
-    """Ranks that communicate in other ways, or from another step on, must hear so by name.
-
-    Those that were not `in_step` go on where the first of them is: after so many steps.
-    """
-    compression, op = of_gradients["compression"], of_gradients["op"]
-    compresses = compression.custom or compression.wire_dtype is not None
-    plain = algorithm.codec == "raw" and not algorithm.low_rank
-    if compresses and not (
-        plain and algorithm.what == "grad" and not algorithm.momentum_correction
-    ):
-        raise UsageError(f"compression= is a codec of its own; leave it out with {algorithm!r}")
-    averages = algorithm.what != "grad" or algorithm.low_rank or algorithm.momentum_correction
-    if averages and op not in (None, ReduceOp.Average):
-        raise UsageError(f"{algorithm!r} averages; leave op={op.name} out")
-    mine = (repr(algorithm), steps, _settings(of_gradients, names), _choices(algorithm, names))
-    everyone = allgather_object(mine, name, process_set)
-    first, first_steps, first_settings, first_choices = everyone[0]
-    root = process_set.ranks[0]
-    for rank, (theirs, their_steps, settings, choices) in zip(process_set.ranks, everyone):
-        if theirs != first:
-            raise UsageError(
-                f"algorithms differ between ranks: {first} on rank {root}, {theirs} on rank {rank}"
-            )
-        if in_step and their_steps != first_steps:
-            raise UsageError(
-                f"ranks change to {first} at different steps: after {first_steps} with the one "
-                f"before on rank {root}, after {their_steps} on rank {rank}"
-            )
-        for param, (a, b) in _unlike(first_choices, choices):
-            raise UsageError(
-                f"algorithms differ between ranks: {param} travels by {a} on rank {root}, by {b} "
-                f"on rank {rank}"
-            )
-        for what, (a, b) in _unlike(first_settings, settings):
-            raise UsageError(
-                f"{what} differs between ranks: {a} on rank {root}, {b} on rank {rank}"
-            )
-    return max(their_steps for _, their_steps, *_ in everyone)
-
-
-def check_hyperparameters(
-    optimizer: torch.optim.Optimizer, algorithm: Algorithm, name: str, process_set: ProcessSet
-) -> None:
-    """They differ between ranks that are about to train together."""
-    root = process_set.ranks[0]
-    try:
-        everyone = allgather_object(hyperparameters(optimizer), name, process_set)
-    except UsageError:
-        return  # a rank has joined, and steps no more
-    for rank, rules in zip(process_set.ranks, everyone):
-        for what, (a, b) in _unlike(everyone[0], rules):
-            text = f"{what} differs between ranks: {a} on rank {root}, {b} on rank {rank}"
-            if algorithm.what == "momentum":
-                raise UsageError(f"the optimizer's {text}")
-            if world().rank == root:
-                apart = "replicas will not stay equal unless that is mended"
-                meant = "mend that unless each rank is meant to step by its own"
-                told = apart if algorithm.what == "grad" else meant
-                warn(f"the optimizer's {text}; {told}")
-
-
-def _unlike(first: dict[str, Any], theirs: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    for name, value in first.items():
-        if theirs.get(name, value) != value:
-            yield name, (value, theirs[name])
-
-
-def _choices(algorithm: Algorithm, names: Mapping[torch.Tensor, str]) -> dict[str, str]:
-    """How each parameter travels, if functions choose: these cannot be compared."""
-    if not any(callable(getattr(algorithm, field.name)) for field in fields(algorithm)):
-        return {}
-
-    def of(name: str, shape: tuple[int, ...]) -> str:
-        one = of_parameter(algorithm, name, shape)
-        return f"{one!r}{', exactly' if one.keeps_exact(name, shape) else ''}"
-
-    shared = [(name, tuple(param.shape)) for param, name in names.items() if not is_own(param)]
-    return {name: of(name, shape) for name, shape in shared}
-
-
-def _settings(of_gradients: dict[str, Any], names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
-    """What else was said of gradients, in what can be compared."""
-    compression, groups = of_gradients["compression"], of_gradients["groups"]
-    lists = [", ".join(names.get(p, "one of others") for p in group) for group in groups or ()]
-    op = of_gradients["op"] or ReduceOp.Average
-    return {
-        "op": op.name,
-        "compression": str(compression.wire_dtype),
-        "gradient_predivide_factor": of_gradients["scales"][1],
-        "num_groups": of_gradients["num_groups"],
-        "groups": None if groups is None else f"{len(groups)} lists",
-        **{f"groups[{number}]": text for number, text in enumerate(lists)},
-        "sparse_as_dense": of_gradients["sparse_as_dense"],
-        "backward_passes_per_step": of_gradients["backward_passes_per_step"],
-    }
-
-
-def hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Those that are numbers, of every group of parameters."""
-
-    def is_plain(value: Any) -> bool:
-        if isinstance(value, (tuple, list)):
-            return all(map(is_plain, value))
-        return value is None or isinstance(value, (bool, int, float, str))
-
-    groups = optimizer.param_groups
-    return {
-        f"{name} of parameter group {number}" if len(groups) > 1 else name: value
-        for number, group in enumerate(groups)
-        for name, value in group.items()
-        if name != "params" and is_plain(value)
-    }
+from bagua.torch.own import is_own_of_mean
 
 
 def check_predivide(factor: Any, op: ReduceOp | None) -> None:

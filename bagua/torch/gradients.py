@@ -22,11 +22,12 @@ from bagua.common.objects import broadcast_object
 from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch import capture, hooks
+from bagua.torch.agreement import check_hyperparameters
 from bagua.torch.arrays import is_on_device
 from bagua.torch.bucket_plan import Plan, fold_of
 from bagua.torch.buckets import Bucket
 from bagua.torch.checkpointed import Checkpointed
-from bagua.torch.checks import check_hyperparameters, checked_names
+from bagua.torch.checks import checked_names
 from bagua.torch.claims import claims
 from bagua.torch.grouping import Grouping
 from bagua.torch.layout import Layout

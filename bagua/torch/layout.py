@@ -17,14 +17,10 @@ from bagua.common.kinds import Kind, ReduceOp
 from bagua.common.requests import refuse_quietly
 from bagua.common.world import world
 from bagua.torch import lost, moments, safety
+from bagua.torch.agreement import check_hyperparameters, hyperparameters
 from bagua.torch.bucket_plan import Plan
 from bagua.torch.buckets import Bucket, Watch
-from bagua.torch.checks import (
-    check_hyperparameters,
-    check_parameters,
-    hyperparameters,
-    other_gradients,
-)
+from bagua.torch.checks import check_parameters, other_gradients
 from bagua.torch.claims import claims
 from bagua.torch.grouping import Grouping
 from bagua.torch.loose import Loose

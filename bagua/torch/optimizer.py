@@ -16,16 +16,11 @@ from bagua.common.process_set import ProcessSet, checked, global_process_set
 from bagua.common.requests import reduce_op
 from bagua.common.world import world
 from bagua.torch import alone, capture, choice, joined, kept, safety
+from bagua.torch.agreement import check_algorithm
 from bagua.torch.background import Background
 from bagua.torch.between_steps import BetweenSteps
 from bagua.torch.bucket_plan import fold_of
-from bagua.torch.checks import (
-    check_algorithm,
-    check_own,
-    check_predivide,
-    checked_names,
-    checked_passes,
-)
+from bagua.torch.checks import check_own, check_predivide, checked_names, checked_passes
 from bagua.torch.choice import Choice
 from bagua.torch.compression import Compression
 from bagua.torch.compression import checked as compressor

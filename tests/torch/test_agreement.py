@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +36,23 @@ def exact_by_rank(rank: int) -> Algorithm:
     return Algorithm(codec="minmax_u8", exact=lambda name, shape: name.startswith(str(rank)))
 
 
-@pytest.mark.parametrize("make", [by_rank, exact_by_rank])
+@dataclass(frozen=True)
+class Plans(Algorithm):
+    """With a setting in which no two of them differ, as far as one sees."""
+
+    def plan(self, bucket, world, step):
+        usual = super().plan(bucket, world, step)
+        return replace(usual, **ODD_PLAN) if world.rank == world.size - 1 > 0 else usual
+
+
+ODD_PLAN: dict[str, Any] = {}
+
+
+def exact_in_a_class(rank: int) -> Algorithm:
+    return Plans(codec="minmax_u8", exact=exact_by_rank(rank).exact)
+
+
+@pytest.mark.parametrize("make", [by_rank, exact_by_rank, exact_in_a_class])
 def test_functions_that_choose_otherwise(everyone, hvd, make):
     sgd = partial(torch.optim.SGD, lr=0.1)
     wrap(hvd, sgd, algorithm=make(0))  # another function on every rank, which chooses alike
@@ -44,6 +62,43 @@ def test_functions_that_choose_otherwise(everyone, hvd, make):
     words = f"algorithms differ between ranks: 0.weight travels by .* on rank {everyone.size - 1}"
     with pytest.raises(hvd.UsageError, match=words):
         wrap(hvd, sgd, algorithm=make(int(last)))
+
+
+@pytest.mark.parametrize(
+    "change", [{"codec": "minmax_u8"}, {"codec": "topk", "density": 0.1}, {"low_rank": 2}]
+)
+def test_plans_that_depend_on_the_rank(everyone, hvd, monkeypatch, change):
+    """Buckets, too, may differ by them, and then ranks would wait for each other's."""
+    sgd, last = partial(torch.optim.SGD, lr=0.1), everyone.size - 1
+    optimizer = wrap(hvd, sgd, algorithm=Plans())
+    monkeypatch.setattr(f"{__name__}.ODD_PLAN", change)
+    if everyone.size == 1:
+        return
+    (field, value), *_ = change.items()
+    words = (
+        "algorithms differ between ranks: 0.weight travels by .*Exchange\\(\\) on rank 0, "
+        f"by .*Exchange\\({field}={value!r}.*\\) on rank {last}$"
+    )
+    for choose in (partial(wrap, hvd, sgd), optimizer.set_algorithm):
+        with pytest.raises(hvd.UsageError, match=words):
+            choose(algorithm=Plans(error_feedback=None))
+
+
+@pytest.mark.parametrize("method", ["plan", "of"])
+def test_a_rank_whose_own_algorithm_fails(everyone, hvd, monkeypatch, method):
+    """As one that reads a file which is on one machine only."""
+
+    def fails(*_: Any) -> Any:
+        raise OSError("no such file")
+
+    last = everyone.size - 1
+    if everyone.me == last:
+        monkeypatch.setattr(Plans, method, fails)
+    words = (
+        "no such file" if everyone.me == last else rf"Plans\(\) fails on rank {last}: OSError: no"
+    )
+    with pytest.raises(OSError if everyone.me == last else hvd.UsageError, match=words):
+        wrap(hvd, partial(torch.optim.SGD, lr=0.1), algorithm=Plans())
 
 
 DIFFERENT = {
