@@ -29,6 +29,8 @@ target_include_directories(bagua_tests PRIVATE ${CMAKE_SOURCE_DIR}/tests/csrc)
 # what sanitizers add takes twice as long at -O1.
 if(BAGUA_SANITIZE)
   target_compile_options(bagua_tests PRIVATE -O0)
+  # Sanitizers describe each line in data with addresses, which would be relocated for every test.
+  target_link_options(bagua_tests PRIVATE -no-pie)
 else()
   target_compile_options(bagua_tests PRIVATE -O1)
   # What rank 0 does in a large job; not run as a test.
