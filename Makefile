@@ -42,8 +42,8 @@ demo: dev ## train a small model with 2 ranks (NP=n for another number) by three
 
 test: test-csrc test-python ## the tests: C++ over threads, Python over MPI processes
 
-test-csrc: $(STAMP)/tools googletest
-	@$(call build,build/csrc)
+test-csrc: dev googletest
+	@$(call build,build/csrc,$(BUILT))
 	$(call ctest,build/csrc)
 
 ifdef PYTEST_ARGS
@@ -158,8 +158,8 @@ bench: dev ## measure against the peers that are importable, and draw time again
 	@$(PIP) -e '.[bench]' --no-build-isolation
 	$(BIN)/python -m benchmarks
 
-bench-agreement: $(STAMP)/tools googletest ## measure how long rank 0 takes to agree with up to a thousand ranks
-	@$(call build,build/csrc,,bench_agreement)
+bench-agreement: dev googletest ## measure how long rank 0 takes to agree with up to a thousand ranks
+	@$(call build,build/csrc,$(BUILT),bench_agreement)
 	build/csrc/bench_agreement
 
 clean: ## remove what was built, but not the environment
@@ -169,6 +169,9 @@ clean: ## remove what was built, but not the environment
 
 ARM := -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
   -DCMAKE_CROSSCOMPILING_EMULATOR='qemu-aarch64;-L;/usr/aarch64-linux-gnu'
+
+# With the engine that Python loads, which is compiled once.
+BUILT := -DBAGUA_BUILT=$(abspath build/extension)
 
 # Configures and builds the C++ tests: (directory, more for cmake, another target).
 comma := ,

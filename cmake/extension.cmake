@@ -12,7 +12,7 @@ pybind11_add_module(_core MODULE NO_EXTRAS
   ${python_sources}
   ${CMAKE_SOURCE_DIR}/csrc/transport/mpi.cc)
 target_include_directories(_core SYSTEM PRIVATE ${MPI_CXX_INCLUDE_DIRS})
-target_compile_definitions(_core PRIVATE ${MPI_CXX_COMPILE_DEFINITIONS})
+target_compile_definitions(_core PRIVATE BAGUA_VERSION="${BAGUA_VERSION}" ${MPI_CXX_COMPILE_DEFINITIONS})
 target_compile_options(_core PRIVATE ${MPI_CXX_COMPILE_OPTIONS})
 
 # The libraries but not the wrapper's link flags: those carry an rpath to where MPI lies now, which may

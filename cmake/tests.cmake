@@ -38,11 +38,12 @@ else()
   target_link_libraries(bench_agreement PRIVATE bagua_core)
 endif()
 target_precompile_headers(bagua_tests PRIVATE <gtest/gtest.h>)
-# Not in the extension, which is built beside: there what is used has to be included. Loops are compiled
-# with options of their own.
-target_precompile_headers(bagua_core PRIVATE <algorithm> <atomic> <condition_variable> <functional> <future>
-  <map> <memory> <mutex> <set> <sstream> <string> <thread> <vector>)
-set_source_files_properties(${loop_sources} PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
+# Not in the extension: there what is used has to be included. Loops are compiled with options of their own.
+if(NOT BAGUA_BUILT)
+  target_precompile_headers(bagua_core PRIVATE <algorithm> <atomic> <condition_variable> <functional> <future>
+    <map> <memory> <mutex> <set> <sstream> <string> <thread> <vector>)
+  set_source_files_properties(${loop_sources} PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
+endif()
 
 include(GoogleTest)
 gtest_discover_tests(bagua_tests DISCOVERY_MODE PRE_TEST PROPERTIES TIMEOUT 300)
