@@ -111,6 +111,11 @@ class Algorithm:
 
     __repr__ = said
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = said  # type: ignore[assignment]  # dataclass() leaves it as it is
+
     def plan(self, bucket: BucketInfo, world: Ranks, step: int) -> Exchange:
         """What to do with this bucket; the same on every rank.
 
@@ -235,7 +240,6 @@ def register(algorithm: _A) -> _A:
             f"the name {algorithm.name!r} is that of {_place(before)}: give {algorithm.__name__} "
             "one of its own, name: ClassVar[str] = ..."
         )
-    algorithm.__repr__ = Algorithm.__repr__  # type: ignore[method-assign]
     _REGISTRY[algorithm.name] = algorithm
     return algorithm
 

@@ -70,8 +70,14 @@ def check_kinds(choices: Any) -> None:
 
 def said(choices: Any) -> str:
     """A dataclass as one would write it; the same in every process, also with a function in it."""
+
+    def written(value: Any) -> str:
+        if not callable(value):
+            return repr(value)
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+
     chosen = [
-        f"{f.name}={getattr(value, '__qualname__', repr(value))}"
+        f"{f.name}={written(value)}"
         for f in fields(choices)
         if (value := getattr(choices, f.name)) != f.default
     ]

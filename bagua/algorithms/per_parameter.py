@@ -11,7 +11,7 @@ from bagua.algorithms.algorithm import Algorithm, find
 from bagua.common.errors import UsageError
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class PerParameter(Algorithm):
     """The algorithm of each parameter: the first pattern that its name matches, or a function's.
 

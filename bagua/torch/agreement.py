@@ -10,7 +10,6 @@ import torch
 
 from bagua.algorithms import Algorithm, BucketInfo
 from bagua.algorithms.answers import of_parameter, planned
-from bagua.algorithms.exchange import said
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.objects import allgather_object
@@ -42,7 +41,7 @@ def check_algorithm(
     except Exception as failed:  # may be so on this rank alone
         error, wrong = failed, f"{type(failed).__name__}: {failed}"
     checksum = checksum_of(repr(choices))
-    mine = (wrong, said(algorithm), steps, _settings(of_gradients, names), checksum)
+    mine = (wrong, repr(algorithm), steps, _settings(of_gradients, names), checksum)
     everyone = allgather_object(mine, name, process_set)
     if error is not None:
         raise error
@@ -127,7 +126,7 @@ def _choices(algorithm: Algorithm, names: Mapping[torch.Tensor, str]) -> dict[st
     def of(name: str, param: torch.Tensor) -> str:
         shape = tuple(param.shape)
         one = of_parameter(algorithm, name, shape)
-        how = f"{said(one)}{', exactly' if one.keeps_exact(name, shape) else ''}"
+        how = f"{one!r}{', exactly' if one.keeps_exact(name, shape) else ''}"
         if type(one).plan is Algorithm.plan:
             return how
         alone = BucketInfo(name, 0, dtype_name(param.dtype), param.numel(), param.nbytes)

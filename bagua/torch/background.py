@@ -14,7 +14,7 @@ from bagua.common.objects import allgather_object
 from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch.between_steps import BetweenSteps
-from bagua.torch.pieces import Named, Pairs, Piece, land_all
+from bagua.torch.pieces import Pairs, Piece, land_all
 from bagua.torch.safety import first_odd
 
 
@@ -93,8 +93,7 @@ class Background(BetweenSteps):
         self._land()
         super()._begin()
 
-    def _build(self, named: Named) -> None:
-        super()._build(named)
+    def _start_over(self) -> None:
         self._given = []
         name = self.standing.name(f"weights.{self._generation}.marker")
         self._marker = Piece(name, [("", torch.zeros(1))], self._exchange, self._process_set)

@@ -137,7 +137,9 @@ class BetweenSteps:
             name, group = self.standing.name("settle"), self._process_set
             ops.grouped_allreduce_([*params, share], name=name, op=Average, process_set=group)
             if share < 1:
-                torch._foreach_mul_(params, group.size() / round(float(share) * group.size()))
+                present = group.size() / round(float(share) * group.size())
+                # Where parameters share memory it must not be multiplied twice.
+                torch._foreach_copy_(params, torch._foreach_mul(params, present))
             self._all_equal()
         self._note(differ=False)
 
@@ -189,18 +191,24 @@ class BetweenSteps:
         dtype = dtype_name(params[0].dtype) if params else "float32"
         prefix = self.standing.name(f"weights.{self._generation}")
         info = BucketInfo(prefix, 0, dtype, count, sum(p.nbytes for p in params))
-        self._exchange = planned(self.algorithm, info, world(), self._step)
-        makes = pieces_of(
-            prefix,
-            named,
-            self._exchange,
-            self._process_set,
-            self._piece_nbytes(),
-            self.rounds,
-            self.algorithm.keeps_exact,
-        )
-        with self.standing.taking_memory("weights"):
+        with self.standing.laying_out("weights", shared=(UsageError,)):
+            exchange = planned(self.algorithm, info, world(), self._step)
+            makes = pieces_of(
+                prefix,
+                named,
+                exchange,
+                self._process_set,
+                self._piece_nbytes(),
+                self.rounds,
+                self.algorithm.keeps_exact,
+            )
+        with self.standing.laying_out("weights"):
+            self._exchange = exchange
             self._pieces = [make() for make in makes]
+            self._start_over()
+
+    def _start_over(self) -> None:
+        """What is kept beside the pieces, which are new."""
 
     def _piece_nbytes(self) -> float:
         """What is exchanged at a time, at most, if it is more than one parameter."""
@@ -251,9 +259,8 @@ class BetweenSteps:
     @torch.no_grad()
     def _begin(self) -> None:
         """Before the first step and after loading: from here on the ranks know each other."""
-        loaded, self._loaded = self._loaded, None
-        self._begun = True
         self._compare_rules()
+        loaded = self._loaded
         mine = kept.identity(self.algorithm, self._process_set, self._names_of_all())
         name, instead = self.standing.name("state"), ", from the first rank's weights"
         if not kept.agrees(loaded, mine, name, self._process_set, instead=instead):
@@ -262,11 +269,12 @@ class BetweenSteps:
             _, self.rounds = loaded["layout"]
             self._build(self._shared)
             self._restore(loaded["values"])
-            return
-        params = [param.data for piece in self._pieces for param in piece.params]
-        name = self.standing.name("begin")
-        ops.grouped_broadcast_(params, self._root, name=name, process_set=self._process_set)
-        self._all_equal()
+        else:
+            params = [param.data for piece in self._pieces for param in piece.params]
+            name = self.standing.name("begin")
+            ops.grouped_broadcast_(params, self._root, name=name, process_set=self._process_set)
+            self._all_equal()
+        self._loaded, self._begun = None, True
 
     def _compare_rules(self) -> None:
         """Tells which ranks step by another learning rate, or whatever else there is."""

@@ -50,14 +50,21 @@ class Plan:
         self.step = step  # that is next
         self.generation = 0  # of the buckets there are
 
-    def build(self, runs: Sequence[Sequence[Slot]], cut: bool) -> list[Bucket]:
-        """Buckets over runs of slots, in order of readiness; `cut` splits a run by size."""
+    def buckets(self, runs: Sequence[Sequence[Slot]], cut: bool) -> list[Callable[[], Bucket]]:
+        """What makes buckets over runs of slots, in order of readiness; `cut` splits a run by size.
+
+        What is wrong with a plan is so on every rank, which then goes on as it was.
+        """
         self.generation = self.standing.generation()
-        parts = [slots for run in runs for slots in self._split(run, cut)]
-        # What is wrong with the plan is so on every rank; memory may be refused on one.
-        makes = [self._bucket(index, slots) for index, slots in enumerate(parts)]
-        with self.standing.taking_memory("buckets"):
-            return [make() for make in makes]
+        before = {slot: (slot.algorithm, slot.exact) for run in runs for slot in run}
+        try:
+            with self.standing.laying_out("plan", shared=(UsageError,)):
+                parts = [slots for run in runs for slots in self._split(run, cut)]
+                return [self._bucket(index, slots) for index, slots in enumerate(parts)]
+        except BaseException:
+            for slot, (algorithm, exact) in before.items():
+                slot.algorithm, slot.exact = algorithm, exact
+            raise
 
     def _split(self, run: Sequence[Slot], cut: bool) -> list[list[Slot]]:
         """The run by device, element type and algorithm, and by size.

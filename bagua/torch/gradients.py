@@ -128,10 +128,14 @@ class Gradients:
         if algorithm.what == "momentum":
             name = f"{self._plan.prefix}.rules"
             check_hyperparameters(self._optimizer, algorithm, name, self._process_set)
-        self._plan.fold = fold_of(self._optimizer, algorithm)
-        before, self._plan.algorithm = self._plan.algorithm, algorithm
-        self.layout.rebuild(self.layout.runs, exactly=True)
-        self._checkpointed.changed(before)
+        fold, before = fold_of(self._optimizer, algorithm), (self._plan.algorithm, self._plan.fold)
+        self._plan.algorithm, self._plan.fold = algorithm, fold
+        try:
+            self.layout.rebuild(self.layout.runs, exactly=True)
+        except BaseException:
+            self._plan.algorithm, self._plan.fold = before
+            raise
+        self._checkpointed.changed(before[0])
 
     def settle(self) -> None:
         """Replicas are equal at any time."""

@@ -115,7 +115,8 @@ class Layout:
         everything = [p for params in lists for p in params]
         wanted = [p for p in everything if p.requires_grad and not is_own(p)]
         gone = set(self._hooks).difference(wanted)
-        known = [slot for run in self.runs for slot in run if slot.param not in gone]
+        stays = self._hooks.keys() - gone
+        known = [slot for run in self.runs for slot in run if slot.param in stays]
         fresh = [(self.name_of(param), param) for param in wanted if param not in self._hooks]
         # If that is an error it is one the next time, too.
         named = [*((slot.name, slot.param) for slot in known), *fresh]
@@ -129,7 +130,13 @@ class Layout:
         added = [Slot(name, param, next(self._numbers)) for name, param in fresh][::-1]
         for slot in added:
             self._add(slot)
-        self.rebuild([known, added])
+        try:
+            self.rebuild([known, added])
+        except BaseException:
+            self.params = []  # it is one the next time, too
+            for slot in added:
+                self._drop(slot.param)
+            raise
         return comes
 
     def _add(self, slot: Slot) -> None:
@@ -154,17 +161,22 @@ class Layout:
 
     def rebuild(self, runs: Sequence[Sequence[Slot]], exactly: bool = False) -> None:
         """Lays out buckets anew; `exactly`: a run is a bucket."""
+        runs = [[slot for slot in run if not self._loose.has(slot.param)] for run in runs]
+        if not exactly:
+            runs = self._grouping.apply([slot for run in runs for slot in run]) or runs
+        makes = self._plan.buckets(runs, cut=not (exactly or self._grouping))
+        with self._plan.standing.laying_out("buckets"):
+            self._move_to(makes)
+
+    def _move_to(self, makes: Sequence[Callable[[], Bucket]]) -> None:
         before = self.runs
         views = {slot: slot.view for slots in before for slot in slots}
         in_arena = {slot for slot in views if slot.is_in_arena(slot.param.grad)}
         residuals = {slot: slot.residuals for slot in views}
         for slot in views:
             slot.leave()
-        runs = [[slot for slot in run if not self._loose.has(slot.param)] for run in runs]
-        if not exactly:
-            runs = self._grouping.apply([slot for run in runs for slot in run]) or runs
         self._loose.plan_anew()
-        self.buckets = self._plan.build(runs, cut=not (exactly or self._grouping))
+        self.buckets = [make() for make in makes]
         self._check_complete()
         for bucket in self.buckets:
             bucket.watch = self._watch

@@ -228,7 +228,7 @@ class DistributedOptimizer(Wrapped):
         self._algorithm, self._since, self._resting = wanted, self._step, False
         try:
             self._catch_up()
-        except UsageError:
+        except BaseException:
             self._algorithm, self._step, self._since, self._resting = before
             raise
         self._replicas.go_to(self._step)

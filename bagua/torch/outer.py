@@ -6,7 +6,7 @@ import torch
 
 from bagua.common.kinds import Urgency
 from bagua.torch.between_steps import BetweenSteps, Kept
-from bagua.torch.pieces import Named, land_all
+from bagua.torch.pieces import land_all
 
 # At most, if it is more than one parameter: while one piece travels the next is made ready.
 _PIECE_NBYTES = 8 << 20
@@ -36,8 +36,7 @@ class Outer(BetweenSteps):
     def equal_now(self) -> bool:
         return self._exchange.when == "step" and self._due()
 
-    def _build(self, named: Named) -> None:
-        super()._build(named)
+    def _start_over(self) -> None:
         self._common = [piece.flat.clone() for piece in self._pieces]
         self._begins = self._common  # of the round
         if self._exchange.when == "forward":

@@ -1,5 +1,5 @@
 """Whether the others can count on this rank: an interrupt in the middle of a step ends that, and so
-does memory that the system refuses where all lay out something anew.
+does whatever keeps one from laying out something anew when all do.
 
 What such a rank had begun cannot be told, line by line, and its next exchange must not be taken for
 the one that others wait for. So it withdraws for good from whatever has names like its optimizer's,
@@ -67,12 +67,18 @@ class Standing:
         self.withdrawn = True
 
     @contextlib.contextmanager
-    def taking_memory(self, what: str) -> Iterator[None]:
-        """All ranks do at once. The others have theirs, and would wait for one that was refused."""
+    def laying_out(self, what: str, shared: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """All ranks do at once, and would wait for one that could not, mostly for want of memory.
+
+        Errors that are `shared` come on all of them.
+        """
         try:
             yield
-        except BaguaError:
-            self.withdraw(f"had no memory for its {what}")
+        except shared:
+            raise
+        except Exception as error:
+            why = str(error).partition("\n")[0]
+            self.withdraw(f"could not make its {what} ({type(error).__name__}: {why})")
             raise
 
     def check(self) -> None:

@@ -322,7 +322,7 @@ void Runner::take_back(const Request& request) {
   for_each_tensor(request.description, [&](DType dtype, const int64_t* dimensions, size_t ndim) {
     const Part& part = request.parts[number++];
     const auto nbytes = static_cast<size_t>(count_of(dimensions, ndim)) * dtype_nbytes(dtype);
-    if (part.out && !part.on_device) all = node->take_back(part.out, nbytes) && all;
+    if (part.out && !part.on_device && !part.staged) all = node->take_back(part.out, nbytes) && all;
   });
   if (!all)
     at_.log.write(LogLevel::kWarning,

@@ -2,8 +2,8 @@
 // it adds, with a number of the values' own type. Of 16 bits there are few: it gets a power of two,
 // which keeps sums from overflowing where results do not, and by which only those values lose bits
 // that become too small for normal numbers; with the rest the sum is multiplied as a float, and
-// rounded once. And with a single rank it is
-// not asked to multiply, since before 2.29.7 it loses the last values then (NVIDIA/nccl#1950).
+// rounded once. With a single rank it is not asked to multiply, since before 2.29.7 it loses the
+// last values then (NVIDIA/nccl#1950).
 #pragma once
 
 #include <algorithm>

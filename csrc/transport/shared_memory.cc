@@ -24,6 +24,16 @@ constexpr size_t kMinSegment = size_t{16} << 20;
 
 size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
+// A limit ends who writes to more than it allows, and not who asks.
+bool may_have(size_t nbytes) {
+  try {
+    refuse_beyond_limits(nbytes);
+  } catch (const UsageError&) {
+    return false;
+  }
+  return true;
+}
+
 std::string limit_text(int resource, const char* flag) {
   rlimit limit{};
   ::getrlimit(resource, &limit);
@@ -146,7 +156,7 @@ bool Segment::take_back(size_t offset, size_t nbytes) {
     each_shared(offset / kPage * kPage, end,
                 [&](size_t from, size_t to) { parts.emplace_back(from, to); });
     for (const auto& [from, to] : parts) {
-      if (!make_own(from, to)) {
+      if (!may_have(to - from) || !make_own(from, to)) {
         all = false;
         continue;
       }

@@ -52,7 +52,15 @@ def exact_in_a_class(rank: int) -> Algorithm:
     return Plans(codec="minmax_u8", exact=exact_by_rank(rank).exact)
 
 
-@pytest.mark.parametrize("make", [by_rank, exact_by_rank, exact_in_a_class])
+def exact_by_an_object(rank: int) -> Algorithm:
+    return Algorithm(codec="minmax_u8", exact=partial(begins_with, str(rank)))
+
+
+def begins_with(text: str, name: str, shape: tuple[int, ...]) -> bool:
+    return name.startswith(text)
+
+
+@pytest.mark.parametrize("make", [by_rank, exact_by_rank, exact_in_a_class, exact_by_an_object])
 def test_functions_that_choose_otherwise(everyone, hvd, make):
     sgd = partial(torch.optim.SGD, lr=0.1)
     wrap(hvd, sgd, algorithm=make(0))  # another function on every rank, which chooses alike
@@ -99,6 +107,77 @@ def test_a_rank_whose_own_algorithm_fails(everyone, hvd, monkeypatch, method):
     )
     with pytest.raises(OSError if everyone.me == last else hvd.UsageError, match=words):
         wrap(hvd, partial(torch.optim.SGD, lr=0.1), algorithm=Plans())
+
+
+@dataclass(frozen=True)
+class Later(Algorithm):
+    """Whose plans are none from some step on, or need a file that one rank lacks."""
+
+    since: int = 1
+    lacks_file: int | None = None
+
+    def plan(self, bucket, world, step):
+        if step >= self.since and self.lacks_file is None:
+            return "raw"
+        if step >= self.since and self.lacks_file == world.rank:
+            raise OSError("no such file")
+        return super().plan(bucket, world, step)
+
+
+def test_a_plan_that_fails_later_on_one_rank(everyone, hvd):
+    """Where buckets are cut anew, by the order of the first step."""
+    last, model = everyone.size - 1, layers()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, algorithm=Later(lacks_file=last))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+
+    if everyone.me == last:
+        with pytest.raises(OSError, match="no such file"):
+            step()
+    else:
+        step()
+    if everyone.size == 1:
+        return
+    words = (
+        rf"rank {last} could not make its plan \(OSError: no such file\) in the middle of a step"
+    )
+    for _ in range(2):
+        with pytest.raises(hvd.PeerError, match=words):
+            step()
+
+
+@dataclass(frozen=True)
+class ThenLater(Algorithm):
+    def at(self, step):
+        return self if step < 2 else Later(codec="fp16")
+
+
+def test_a_plan_that_is_wrong_on_all_ranks(everyone, hvd):
+    """Each step says so, and nothing travels by another one."""
+    optimizer = wrap(hvd, partial(torch.optim.SGD, lr=0.1), algorithm=ThenLater())
+    backward(optimizer)
+    for _ in range(2):
+        with pytest.raises(hvd.UsageError, match=r"Later.plan returned 'raw'; it must return"):
+            backward(optimizer)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == everyone.size
+
+
+def test_parameters_that_come_where_no_plan_is_right(everyone, hvd):
+    """They are not left out in silence."""
+    model = layers()
+    sgd = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, algorithm=Later(since=2))
+    backward(optimizer, 2)
+    words = r"Later.plan returned 'raw'; it must return"
+    with pytest.raises(hvd.UsageError, match=words):
+        optimizer.add_param_group({"params": list(model[1].parameters())})
+    for _ in range(2):
+        with pytest.raises(hvd.UsageError, match=words):
+            backward(optimizer)
 
 
 DIFFERENT = {

@@ -153,9 +153,9 @@ def test_optimizers_of_other_ranks_are_left_alone(everyone, hvd):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("default", [torch.float32, torch.bfloat16], ids=str)
 def test_the_exact_average_is_that_of_the_others(hvd, dtype, default):
-    """Whose weights are zeros meanwhile."""
+    """Whose weights are zeros meanwhile. Parameters may share memory."""
     weights = nn.Parameter(torch.full((4,), 3.0, dtype=dtype))
-    sgd = torch.optim.SGD([weights], lr=0.0)
+    sgd = torch.optim.SGD([weights, nn.Parameter(weights.data)], lr=0.0)
     optimizer = hvd.DistributedOptimizer(sgd, algorithm=LocalSGD())
     weights.grad = torch.ones_like(weights)
     optimizer.step()
