@@ -118,6 +118,9 @@ def cells(case: one_node.Case, system: str) -> str:
         compared = f"{median / ours:.2f} x bagua's"
         if alone is not None and ours > alone:
             compared = f"adds {(median - alone) / (ours - alone):.2f} x bagua's"
+    if system.startswith("bagua") and "memcpy" in case:
+        apart = ", " if compared else ""
+        compared += f"{apart}{median / case['memcpy']['median_s']:.2f} x memcpy"
     times = f"{shown(median):>12}{shown(figures['min_s']):>12}"
     return f"{times}{touched:>9}{adds:>12}  {compared}".rstrip()
 

@@ -171,6 +171,7 @@ def table(figures: dict[str, Figure]) -> str:
         f"{'system':<{width}}{'step':>11}{'median':>11}{'cpu':>11}{'adds':>12}{'sent':>12}"
         f"{'codec':>11}   less than {best}"
     ]
+    alone = figures["alone"]
     for name, figure in figures.items():
         times = (figure.step_s, figure.median_s, figure.cpu_s)
         line = f"{name:<{width}}" + "".join(f"{s * 1e3:>8.1f} ms" for s in times)
@@ -178,6 +179,8 @@ def table(figures: dict[str, Figure]) -> str:
             less = f"{adds[best] / adds[name]:.2f} x" if adds[name] > 0 else "lost in noise"
             line += f"{adds[name] * 1e3:>9.1f} ms{figure.sent_nbytes / 1e6:>9.2f} MB"
             line += f"{figure.codec_s * 1e3:>8.1f} ms   {less}"
+            mean, median = figure.step_s / alone.step_s, figure.median_s / alone.median_s
+            line += f"; {mean:.2f} x alone, by medians {median:.2f} x"
         lines.append(line)
     return "\n".join(lines)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from bagua.common.arrays import Arrays
+from bagua.common.config import nearest
 from bagua.common.core import core
 from bagua.common.errors import BaguaError, UsageError
 from bagua.common.handle import Handle
@@ -288,5 +289,8 @@ def reduce_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceO
             raise ValueError
         return ReduceOp(operator.index(op))
     except (KeyError, TypeError, ValueError):
-        names = ", ".join(known.name for known in ReduceOp)
-        raise UsageError(f"op={op!r} is no reduction; give bagua.{names}") from None
+        names = [known.name for known in ReduceOp]
+        hint = nearest(op, names) if isinstance(op, str) else ""
+        raise UsageError(
+            f"op={op!r} is no reduction; give bagua.{', '.join(names)}{hint}"
+        ) from None

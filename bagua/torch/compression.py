@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from bagua.algorithms.exchange import CODECS, Exchange
+from bagua.common.config import nearest
 from bagua.common.errors import UsageError
 
 
@@ -116,8 +117,9 @@ class _Choices(type):
             return NoneCompressor
         if name in CODECS:
             return CodecCompressor(name)
-        known = ", ".join(["none", *CODECS[1:]])
-        raise AttributeError(f"there is no Compression.{name}; there are {known}")
+        known = ["none", *CODECS[1:]]
+        hint = nearest(name, known)
+        raise AttributeError(f"there is no Compression.{name}; there are {', '.join(known)}{hint}")
 
     def __dir__(cls) -> list[str]:
         return [*super().__dir__(), *CODECS]
@@ -135,8 +137,12 @@ def checked(compression: Any, needs: Sequence[str] = ("compress", "decompress"))
     """It, if it is a compressor."""
     if all(hasattr(compression, name) for name in needs):
         return compression
-    known = isinstance(compression, str) and compression in ("none", *CODECS)
-    remedy = f"Compression.{compression}" if known else "Compression.none, fp16 or another of them"
+    names, remedy, hint = ("none", *CODECS), "Compression.none, fp16 or another of them", ""
+    if isinstance(compression, str) and compression in names:
+        remedy = f"Compression.{compression}"
+    elif isinstance(compression, str):
+        hint = nearest(compression, names)
     raise UsageError(
-        f"compression={compression!r} is no compressor; give {remedy}, or a subclass of Compressor"
+        f"compression={compression!r} is no compressor; give {remedy}, or a subclass of "
+        f"Compressor{hint}"
     )

@@ -13,6 +13,7 @@ from bagua.algorithms import (
     Algorithm,
     ByteGrad,
     Decentralized,
+    Exchange,
     LocalSGD,
     PerParameter,
     PowerSGD,
@@ -164,3 +165,23 @@ def test_patterns_that_match_nothing():
         "tail"
     ]
     assert PerParameter(lambda name, shape: None).unmatched(names) == []
+
+
+class Near:
+    """A callable object, of which every process has one of its own."""
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> bool:
+        return True
+
+
+def test_all_are_written_alike_in_every_process():
+    """Ranks and checkpoints compare it, of classes that nobody has registered, too."""
+
+    @dataclass(frozen=True)
+    class Mine(Algorithm):
+        more: int = 1
+
+    for chosen, said in {Near(): "Near", Near.__call__: "Near.__call__"}.items():
+        assert repr(Mine(exact=chosen, more=2)) == f"Mine(exact={said}, more=2)"
+    assert repr(Mine()) == "Mine()"
+    assert repr(Exchange(codec="fp16")) == "Exchange(codec='fp16')"

@@ -83,6 +83,8 @@ def test_arguments_of_another_kind(hvd, what):
 def test_values_of_another_kind(hvd):
     with pytest.raises(hvd.UsageError, match=r"compression='fp16' .* Compression\.fp16"):
         hvd.allreduce(torch.ones(3), compression="fp16")
+    with pytest.raises(AttributeError, match=r"there are none, fp16.* mean 'minmax_u8'\?"):
+        hvd.allreduce(torch.ones(3), compression=hvd.Compression.minmax_u9)
     with pytest.raises(hvd.UsageError, match="op='sum' is no reduction"):
         hvd.allreduce(torch.ones(3), op="sum")
     with pytest.raises(hvd.UsageError, match="root_rank='first' is no rank"):
