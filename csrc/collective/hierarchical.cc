@@ -10,43 +10,17 @@
 // is rounded once and everyone's once. As fp32 travel short ones, those by a row that the user has
 // named, and float16 that is to be scaled, of which too little or too much may be left before.
 #include <algorithm>
-#include <map>
 #include <vector>
 
 #include "collective/collective.h"
-
+#include "collective/node_layout.h"
 #include "common/scaled.h"
+
 namespace bagua {
 namespace {
 
 // At a time; memory that others cannot see is copied through as much of shared memory.
 constexpr size_t kChunkNbytes = scaled(32 << 20);
-
-struct Layout {
-  std::vector<int> mine;      // group indices on this node
-  std::vector<int> partners;  // those in my place on every node, if I am a leader
-  std::vector<int> weights;   // the ranks of each partner's node
-  int leaders;
-  int most = 1;  // ranks on a node
-};
-
-Layout layout_of(const Group& group) {
-  std::map<int, std::vector<int>> nodes;
-  for (int i = 0; i < group.size(); ++i) nodes[group.node_of(i)].push_back(i);
-  Layout layout{nodes[group.node_of(group.me())], {}, {}, group.size()};
-  for (const auto& [number, members] : nodes) {
-    layout.leaders = std::min(layout.leaders, static_cast<int>(members.size()));
-    layout.most = std::max(layout.most, static_cast<int>(members.size()));
-  }
-  const auto place = std::find(layout.mine.begin(), layout.mine.end(), group.me());
-  const auto leader = static_cast<size_t>(place - layout.mine.begin());
-  if (leader < static_cast<size_t>(layout.leaders))
-    for (const auto& [number, members] : nodes) layout.partners.push_back(members[leader]);
-  std::sort(layout.partners.begin(), layout.partners.end());
-  for (const int partner : layout.partners)
-    layout.weights.push_back(static_cast<int>(nodes[group.node_of(partner)].size()));
-  return layout;
-}
 
 // The ranks of one node and a chunk of everyone's data, in memory that all of them see.
 class NodeChunk {
@@ -124,7 +98,7 @@ double share_of(const Job& job, int most) {
 }
 
 // The leaders' part: slice number `leader` of the chunk at `at`, over all nodes.
-void lead(Job& job, Group& far, int leader, const Layout& layout, int64_t at, int64_t count,
+void lead(Job& job, Group& far, int leader, const NodeLayout& layout, int64_t at, int64_t count,
           const NodeChunk& chunk) {
   const Slice slice = slice_of(count, layout.leaders, leader);
   if (slice.count == 0) return;
@@ -163,15 +137,14 @@ void lead(Job& job, Group& far, int leader, const Layout& layout, int64_t at, in
 }  // namespace
 
 void hierarchical(Job& job) {
-  const Layout layout = layout_of(job.group);
-  const bool leads = !layout.partners.empty();
+  const NodeLayout layout = node_layout_of(job.group);
   Group near = job.group.part(layout.mine);
-  Group far = job.group.part(leads ? layout.partners : std::vector<int>{job.group.me()});
+  Group far = job.group.part(layout.leads() ? layout.partners : std::vector<int>{job.group.me()});
   const int64_t step = static_cast<int64_t>(kChunkNbytes / job.item());
   for (int64_t at = 0; at < job.count; at += step) {
     const int64_t count = std::min(step, job.count - at);
     NodeChunk chunk(job, near, job.data + at * static_cast<int64_t>(job.item()), count);
-    if (leads) lead(job, far, near.me(), layout, at, count, chunk);
+    if (layout.leads()) lead(job, far, near.me(), layout, at, count, chunk);
     chunk.part();
   }
   job.group.count(near);

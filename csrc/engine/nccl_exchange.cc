@@ -12,55 +12,13 @@
 #include "common/clock.h"
 #include "common/memory.h"
 #include "engine/allreduce.h"
+#include "engine/nccl_card.h"
 #include "engine/nccl_coded.h"
 #include "engine/outcome.h"
 #include "engine/split_factor.h"
 
 namespace bagua {
 namespace {
-
-// What ranks must know of each other before they use NCCL together.
-struct Card {
-  int32_t version = 0;
-  int32_t shares = 0;   // its GPU with others
-  int64_t kernels = 0;  // whether its GPU runs ours
-  char gpu[16] = {};
-  NcclId id = {};  // the first rank's counts
-};
-constexpr size_t kNumbers = sizeof(Card) / sizeof(int64_t);
-static_assert(sizeof(Card) % sizeof(int64_t) == 0);
-
-// A rank that has joined before it had anything on a device may have one later.
-bool undecided(const std::vector<Card>& cards) {
-  return std::any_of(cards.begin(), cards.end(), [](const Card& card) { return card.version < 0; });
-}
-
-// Two who have one GPU, of whom `minds` holds, or nobody.
-template <class Minds>
-std::pair<size_t, size_t> sharers(const std::vector<Card>& cards, Minds&& minds) {
-  for (size_t j = 0; j < cards.size(); ++j)
-    for (size_t i = 0; i < j; ++i)
-      if (std::memcmp(cards[i].gpu, cards[j].gpu, sizeof cards[i].gpu) == 0 &&
-          minds(cards[i], cards[j]))
-        return {i, j};
-  return {};
-}
-std::pair<size_t, size_t> sharers(const std::vector<Card>& cards) {
-  return sharers(cards, [](const Card&, const Card&) { return true; });
-}
-
-// Why not, or nothing.
-std::string obstacle(const std::vector<Card>& cards) {
-  const auto [i, j] =
-      sharers(cards, [](const Card& a, const Card& b) { return a.shares == 0 || b.shares == 0; });
-  if (i != j)
-    return "two ranks have one GPU, which takes NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1";
-  for (const Card& card : cards) {
-    if (card.version == 0) return "not all ranks have it, or it does not work on one";
-    if (card.version != cards[0].version) return "ranks have different versions of it";
-  }
-  return "";
-}
 
 std::string shared_gpu(int i, int j) {
   return "ranks " + std::to_string(i) + " and " + std::to_string(j) +
@@ -120,7 +78,7 @@ NcclExchange::~NcclExchange() {
 
 // Everybody tells what it has, and all come to the same conclusion.
 void NcclExchange::agree(int32_t set, const TellAll& tell_all) {
-  Card mine;
+  NcclCard mine;
   mine.version = device_ ? 0 : -1;
   const bool gives_id = group_->me() == 0;  // whose threads wait for the others
   if (device_) {
@@ -132,16 +90,12 @@ void NcclExchange::agree(int32_t set, const TellAll& tell_all) {
     mine.kernels = device_->runs_kernels();
     mine.shares = shares_ && library_->version >= kFirstThatShares;
   }
-  std::vector<int64_t> numbers(kNumbers);
-  std::memcpy(numbers.data(), &mine, sizeof mine);
-  const std::vector<int64_t> all = tell_all(numbers);
-  std::vector<Card> cards(all.size() / kNumbers);
-  std::memcpy(static_cast<void*>(cards.data()), all.data(), cards.size() * sizeof mine);
+  const NcclCards cards = cards_of(tell_all(numbers_of(mine)));
   if (undecided(cards)) return;
-  auto& nccl = groups_[set];
+  Agreed& agreed = sets_[set];
   const auto [i, j] = sharers(cards);
   if (i != j && !allowed_) {
-    refusals_[set] =
+    agreed.refusal =
         shared_gpu(group_->rank_of(static_cast<int>(i)), group_->rank_of(static_cast<int>(j)));
     return;
   }
@@ -149,14 +103,12 @@ void NcclExchange::agree(int32_t set, const TellAll& tell_all) {
   const bool was_to_be = i == j && library_ && group_->me() == 0;
   if (!why_not.empty())
     return tell_(was_to_be ? LogLevel::kWarning : LogLevel::kInfo, "NCCL is not used: " + why_not);
-  nccl = connect(cards[0].id);
-  const auto lacks = [](const Card& card) { return card.kernels == 0; };
-  if (nccl && std::any_of(cards.begin(), cards.end(), lacks)) {
-    without_kernels_.insert(set);
+  agreed.all = connect(cards[0].id);
+  agreed.has_kernels = all_have(cards, &NcclCard::kernels);
+  if (agreed.all && !agreed.has_kernels)
     tell_(LogLevel::kInfo,
           "codecs, and averages and scales that NCCL cannot take by itself, "
           "go by the host's memory: a rank's GPU is older than these kernels");
-  }
 }
 
 // Whether some kernel of ours comes before or after NCCL, or between.
@@ -215,7 +167,7 @@ bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, G
                          const TellAll& tell_all) {
   group_ = &group;
   const bool captured = requests[0]->description.captured;
-  if (groups_.count(set) == 0 && !captured) agree(set, tell_all);
+  if (sets_.count(set) == 0 && !captured) agree(set, tell_all);
   for (const RequestPtr& request : requests) {
     const Description& d = request->description;
     if (!fits(d)) return false;
@@ -223,10 +175,10 @@ bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, G
     if (coded && d.exact_in_nodes && group.on_shared_nodes())
       return false;  // exact inside the nodes only
   }
-  const auto found = groups_.find(set);
-  nccl_ = found == groups_.end() ? nullptr : found->second.get();
+  const auto found = sets_.find(set);
+  nccl_ = found == sets_.end() ? nullptr : found->second.all.get();
   if (!nccl_) return false;
-  if (without_kernels_.count(set) > 0)
+  if (!found->second.has_kernels)
     for (const RequestPtr& request : requests)
       if (takes_kernels(request->description)) return false;
   device_->let_go();
@@ -241,8 +193,8 @@ bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, G
 
 const std::string& NcclExchange::refusal(int32_t set) const {
   static const std::string none;
-  const auto found = refusals_.find(set);
-  return found == refusals_.end() ? none : found->second;
+  const auto found = sets_.find(set);
+  return found == sets_.end() ? none : found->second.refusal;
 }
 
 // While a graph is captured NCCL does so by itself.
@@ -323,14 +275,14 @@ bool NcclExchange::under_way() const noexcept {
 }
 
 void NcclExchange::check() {
-  for (auto& [set, group] : groups_)
-    if (group) group->check();
+  for (auto& [set, agreed] : sets_)
+    if (agreed.all) agreed.all->check();
 }
 
 bool NcclExchange::abort() noexcept {
   std::vector<NcclGroup*> all;
-  for (auto& [set, group] : groups_)
-    if (group) all.push_back(group.get());
+  for (auto& [set, agreed] : sets_)
+    if (agreed.all) all.push_back(agreed.all.get());
   for (auto& group : left_) all.push_back(group.get());
   ending_->hurries = true;
   if (!NcclGroup::abort(all)) return false;
@@ -338,12 +290,10 @@ bool NcclExchange::abort() noexcept {
 }
 
 void NcclExchange::forget(int32_t set) {
-  refusals_.erase(set);
-  without_kernels_.erase(set);
-  const auto found = groups_.find(set);
-  if (found == groups_.end()) return;
-  if (found->second) left_.push_back(std::move(found->second));
-  groups_.erase(found);
+  const auto found = sets_.find(set);
+  if (found == sets_.end()) return;
+  if (found->second.all) left_.push_back(std::move(found->second.all));
+  sets_.erase(found);
 }
 
 bool NcclExchange::has_left() const {
@@ -380,7 +330,7 @@ void NcclExchange::end_left(bool is_last) {
 }
 
 void NcclExchange::finish() {
-  while (!groups_.empty()) forget(groups_.begin()->first);
+  while (!sets_.empty()) forget(sets_.begin()->first);
   end_left(/*is_last=*/true);
 }
 

@@ -6,7 +6,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -85,11 +84,15 @@ class NcclExchange {
   const bool shares_, allowed_;
   const Tell tell_;
   const Device::Stream stream_;
-  Device::Stream captured_ = nullptr;                     // where others capture our work
-  std::map<int32_t, std::unique_ptr<NcclGroup>> groups_;  // by set; null where it cannot be
-  std::map<int32_t, std::string> refusals_;               // why not even by the host's memory
-  std::set<int32_t> without_kernels_;                     // where a rank's GPU cannot run ours
-  std::vector<std::unique_ptr<NcclGroup>> left_;          // that nobody gives anything to
+  Device::Stream captured_ = nullptr;  // where others capture our work
+  // What the ranks of a process set have agreed on.
+  struct Agreed {
+    std::string refusal;             // why not even by the host's memory
+    std::unique_ptr<NcclGroup> all;  // null where it cannot be
+    bool has_kernels = true;         // false: a rank's GPU cannot run ours
+  };
+  std::map<int32_t, Agreed> sets_;
+  std::vector<std::unique_ptr<NcclGroup>> left_;  // that nobody gives anything to
   // Those of them that are being ended, each by a thread.
   struct Ending {
     std::atomic<int> count{0};
