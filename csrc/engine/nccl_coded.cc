@@ -15,24 +15,27 @@ constexpr int64_t kSingles = 64;
 
 // Which values each rank adds up, and what their wire takes.
 struct Parts {
-  std::vector<int64_t> begins, counts, nbytes, at;
+  const std::vector<Slice> values;
+  std::vector<int64_t> nbytes, at;
   int64_t total_nbytes = 0;
-  Parts(const Coding& coding, int64_t count, int size) {
-    const int64_t piece = std::max(coding.block(), kSingles);
-    const int64_t pieces = (count + piece - 1) / piece;
-    for (int i = 0; i < size; ++i) {
-      const Slice slice = slice_of(pieces, size, i);
-      const int64_t begin = std::min(slice.begin * piece, count);
-      const int64_t end = std::min((slice.begin + slice.count) * piece, count);
-      begins.push_back(begin);
-      counts.push_back(end - begin);
-      const int64_t wire = end > begin ? coding.wire_nbytes(end - begin) : 0;
+  Parts(const Coding& coding, int64_t count, int size) : values(slices_for(coding, count, size)) {
+    for (const Slice& slice : values) {
+      const int64_t wire = slice.count > 0 ? coding.wire_nbytes(slice.count) : 0;
       nbytes.push_back((wire + kPlace - 1) / kPlace * kPlace);
       at.push_back(total_nbytes);
       total_nbytes += nbytes.back();
     }
   }
 };
+
+// NCCL's own average is that of the ranks it has.
+void allreduce_plain(const OnDevice& on, const Job& job, float* data, int64_t count) {
+  const Finish& finish = job.finish;
+  if (job.op != ReduceOp::kAverage || finish.divisor == on.size)
+    return on.nccl.allreduce({{data, data, count}}, DType::kF32, {job.op, finish.factor});
+  on.nccl.allreduce({{data, data, count}}, DType::kF32, {ReduceOp::kSum, 1});
+  gpu_scale(DType::kF32, data, count, finish.factor / finish.divisor, on.device, on.stream);
+}
 
 // Everyone gets everyone's wire, see collective/sparse.cc.
 void allreduce_sparse(const OnDevice& on, const Job& job, float* data, int64_t count) {
@@ -44,7 +47,7 @@ void allreduce_sparse(const OnDevice& on, const Job& job, float* data, int64_t c
   gpu_encode(coding, data, job.kept[0], count, mine, on.device, on.stream);
   if (densely) {
     gpu_decode(coding, mine, count, data, on.device, on.stream);
-    return on.nccl.allreduce({{data, data, count}}, DType::kF32, {job.op, job.finish.factor});
+    return allreduce_plain(on, job, data, count);
   }
   on.nccl.allgather(mine, wires, NcclGroup::Counts(static_cast<size_t>(on.size), stride),
                     DType::kU8);
@@ -64,9 +67,10 @@ void allreduce_parts(const OnDevice& on, const Job& job, float* data, int64_t co
                    DType::kU8);
 
   char* result = on.borrow(static_cast<size_t>(parts.total_nbytes));
-  float* lost = job.kept[1] ? job.kept[1] + parts.begins[me] : nullptr;
-  gpu_add_up(coding, {heard, mine, on.size}, job.finish, lost, parts.counts[me],
-             result + parts.at[me], data + parts.begins[me], on.device, on.stream);
+  const Slice part = parts.values[me];
+  float* lost = job.kept[1] ? job.kept[1] + part.begin : nullptr;
+  gpu_add_up(coding, {heard, mine, on.size}, job.finish, lost, part.count, result + parts.at[me],
+             data + part.begin, on.device, on.stream);
   on.nccl.allgather(result + parts.at[me], result, parts.nbytes, DType::kU8);
   gpu_decode(coding, result, count, data, on.device, on.stream);
 }
@@ -78,7 +82,21 @@ bool can_code_on_device(const std::string& codec, DType dtype) {
   return float_like(dtype) && gpu_codes(coding);
 }
 
-void allreduce_coded(const OnDevice& on, const Job& job) {
+std::vector<Slice> slices_for(const Coding& coding, int64_t count, int ranks) {
+  const int64_t piece = std::max(coding.block(), kSingles);
+  const int64_t pieces = (count + piece - 1) / piece;
+  std::vector<Slice> slices;
+  for (int i = 0; i < ranks; ++i) {
+    const Slice slice = slice_of(pieces, ranks, i);
+    const int64_t begin = std::min(slice.begin * piece, count);
+    const int64_t end = std::min((slice.begin + slice.count) * piece, count);
+    slices.push_back({begin, end - begin});
+  }
+  return slices;
+}
+
+void in_floats(const OnDevice& on, const Job& job,
+               const std::function<void(float*, int64_t)>& reduce) {
   const Fragment& all = job.fragments.at(0);
   auto* data = reinterpret_cast<float*>(all.out);
   const bool half = job.dtype != DType::kF32;
@@ -88,9 +106,17 @@ void allreduce_coded(const OnDevice& on, const Job& job) {
   } else if (all.in != all.out) {
     on.device.copy(all.out, all.in, static_cast<size_t>(all.count) * sizeof(float), on.stream);
   }
-  (job.coding->codec->sparse ? allreduce_sparse : allreduce_parts)(on, job, data, all.count);
+  reduce(data, all.count);
   if (half)
     gpu_encode(half_coding(job.dtype), data, nullptr, all.count, all.out, on.device, on.stream);
+}
+
+void allreduce_floats(const OnDevice& on, const Job& job, float* data, int64_t count) {
+  (job.coding->codec->sparse ? allreduce_sparse : allreduce_parts)(on, job, data, count);
+}
+
+void allreduce_coded(const OnDevice& on, const Job& job) {
+  in_floats(on, job, [&](float* data, int64_t count) { allreduce_floats(on, job, data, count); });
 }
 
 }  // namespace bagua

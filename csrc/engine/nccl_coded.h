@@ -3,6 +3,8 @@
 #pragma once
 
 #include <functional>
+#include <string>
+#include <vector>
 
 #include "collective/collective.h"
 #include "device/device.h"
@@ -21,5 +23,14 @@ struct OnDevice {
 // Whether it can be done: a matter of the codec and the elements.
 bool can_code_on_device(const std::string& codec, DType dtype);
 void allreduce_coded(const OnDevice& on, const Job& job);
+
+// What that is made of. Calls reduce(data, count) with a job's values as floats of 32 bits, where
+// it leaves the results.
+void in_floats(const OnDevice& on, const Job& job,
+               const std::function<void(float*, int64_t)>& reduce);
+// Of floats, in place. The job's finish counts, which may be one for more ranks than these.
+void allreduce_floats(const OnDevice& on, const Job& job, float* data, int64_t count);
+// So many values cut for so many ranks, where wires may begin.
+std::vector<Slice> slices_for(const Coding& coding, int64_t count, int ranks);
 
 }  // namespace bagua

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <iterator>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -88,6 +87,7 @@ void NcclExchange::agree(int32_t set, const TellAll& tell_all) {
   if (library_ && device_ && (!gives_id || give_id(mine.id))) {
     mine.version = library_->version;
     mine.kernels = device_->runs_kernels();
+    mine.splits = library_->comm_split != nullptr;
     mine.shares = shares_ && library_->version >= kFirstThatShares;
   }
   const NcclCards cards = cards_of(tell_all(numbers_of(mine)));
@@ -105,6 +105,7 @@ void NcclExchange::agree(int32_t set, const TellAll& tell_all) {
     return tell_(was_to_be ? LogLevel::kWarning : LogLevel::kInfo, "NCCL is not used: " + why_not);
   agreed.all = connect(cards[0].id);
   agreed.has_kernels = all_have(cards, &NcclCard::kernels);
+  agreed.splits = all_have(cards, &NcclCard::splits);
   if (agreed.all && !agreed.has_kernels)
     tell_(LogLevel::kInfo,
           "codecs, and averages and scales that NCCL cannot take by itself, "
@@ -168,17 +169,21 @@ bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, G
   group_ = &group;
   const bool captured = requests[0]->description.captured;
   if (sets_.count(set) == 0 && !captured) agree(set, tell_all);
-  for (const RequestPtr& request : requests) {
-    const Description& d = request->description;
-    if (!fits(d)) return false;
-    const bool coded = is_coded(d.codec.empty(), d.exact_in_nodes);
-    if (coded && d.exact_in_nodes && group.on_shared_nodes())
-      return false;  // exact inside the nodes only
-  }
+  for (const RequestPtr& request : requests)
+    if (!fits(request->description)) return false;
   const auto found = sets_.find(set);
-  nccl_ = found == sets_.end() ? nullptr : found->second.all.get();
-  if (!nccl_) return false;
-  if (!found->second.has_kernels)
+  if (found == sets_.end() || !found->second.all) return false;
+  Agreed& agreed = found->second;
+  const Description& first = requests[0]->description;  // in this they are alike
+  nodes_ = nullptr;
+  if (is_coded(first.codec.empty(), first.exact_in_nodes) && first.exact_in_nodes &&
+      group.on_shared_nodes()) {
+    if (!agreed.nodes_known && !captured) make_nodes(agreed);
+    nodes_ = agreed.nodes.get();
+    if (!nodes_) return false;
+  }
+  nccl_ = agreed.all.get();
+  if (!agreed.has_kernels)
     for (const RequestPtr& request : requests)
       if (takes_kernels(request->description)) return false;
   device_->let_go();
@@ -186,9 +191,36 @@ bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, G
   if (captured && !captured_) captured_ = device_->add_stream();
   on_ = captured ? captured_ : stream_;
   nccl_->use(on_, captured);
+  if (nodes_) nodes_->use(on_, captured);
   for (const RequestPtr& request : requests)
     for (const Device::Mark& start : request->starts) device_->follow(on_, start);
   return true;
+}
+
+// In the first exchange that is for them: made before, everybody would pay for them. NCCL must not
+// split a group that is at something, so this once the host waits for the device.
+void NcclExchange::make_nodes(Agreed& agreed) {
+  agreed.nodes_known = true;
+  const LogLevel level = group_->me() == 0 ? LogLevel::kWarning : LogLevel::kInfo;
+  const auto go_by_host = [&](const std::string& why_not) {
+    tell_(level, "codecs that are exact inside nodes go by the host's memory: " + why_not);
+  };
+  if (!agreed.has_kernels) return go_by_host("a rank's GPU is older than their kernels");
+  if (!agreed.splits) return go_by_host("a rank's NCCL has no ncclCommSplit");
+  group_->wait_until([&] { return !under_way(); });
+  auto nodes = std::make_unique<NcclNodes>(
+      *library_, *device_, *group_,
+      [this](const std::function<bool()>& reached) { group_->wait_until(reached); });
+  const std::string why_not = nodes->split(*agreed.all, *group_);
+  if (why_not.empty()) {
+    agreed.nodes = std::move(nodes);
+    return tell_(LogLevel::kInfo, "exact inside nodes: NCCL within, codec between " +
+                                      std::to_string(agreed.nodes->leaders()) + " leaders a node");
+  }
+  tell_(level, "NCCL is used no more by these ranks, which it cannot split into nodes: " + why_not +
+                   "; NCCL_DEBUG=WARN tells more");
+  auto all = std::exchange(agreed.all, nullptr);
+  if (!all->ends()) left_.push_back(std::move(all));  // a graph may still do what it has captured
 }
 
 const std::string& NcclExchange::refusal(int32_t set) const {
@@ -231,10 +263,11 @@ void NcclExchange::reduce(const Job& job, const std::vector<NcclGroup::Piece>& r
 
 void NcclExchange::run(OpKind kind, const Job& job) {
   using How = NcclGroup::How;
-  if (is_coded(!job.coding, job.exact_in_nodes))
-    return allreduce_coded({*nccl_, *device_, on_, group_->size(), group_->me(),
-                            [this](size_t nbytes) { return borrow(nbytes); }},
-                           job);
+  if (is_coded(!job.coding, job.exact_in_nodes)) {
+    const OnDevice on{*nccl_,         *device_,     on_,
+                      group_->size(), group_->me(), [this](size_t n) { return borrow(n); }};
+    return nodes_ ? nodes_->allreduce(on, job) : allreduce_coded(on, job);
+  }
   switch (kind) {
     case OpKind::kAllreduce:
       return reduce(job, pieces_of(job),
@@ -274,15 +307,21 @@ bool NcclExchange::under_way() const noexcept {
   }
 }
 
+template <class Each>
+void NcclExchange::for_each_group(Agreed& agreed, Each&& each) {
+  if (agreed.all) each(agreed.all);
+  if (!agreed.nodes) return;
+  for (auto& group : agreed.nodes->groups()) each(group);
+}
+
 void NcclExchange::check() {
-  for (auto& [set, agreed] : sets_)
-    if (agreed.all) agreed.all->check();
+  for (auto& [set, agreed] : sets_) for_each_group(agreed, [](auto& group) { group->check(); });
 }
 
 bool NcclExchange::abort() noexcept {
   std::vector<NcclGroup*> all;
   for (auto& [set, agreed] : sets_)
-    if (agreed.all) all.push_back(agreed.all.get());
+    for_each_group(agreed, [&](auto& group) { all.push_back(group.get()); });
   for (auto& group : left_) all.push_back(group.get());
   ending_->hurries = true;
   if (!NcclGroup::abort(all)) return false;
@@ -292,7 +331,7 @@ bool NcclExchange::abort() noexcept {
 void NcclExchange::forget(int32_t set) {
   const auto found = sets_.find(set);
   if (found == sets_.end()) return;
-  if (found->second.all) left_.push_back(std::move(found->second.all));
+  for_each_group(found->second, [&](auto& group) { left_.push_back(std::move(group)); });
   sets_.erase(found);
 }
 

@@ -13,6 +13,7 @@
 #include "common/config.h"
 #include "common/log.h"
 #include "device/device.h"
+#include "engine/nccl_nodes.h"
 #include "engine/request.h"
 #include "transport/nccl.h"
 
@@ -69,14 +70,30 @@ class NcclExchange {
   Device* device() const { return device_; }
 
  private:
+  // What the ranks of a process set have agreed on.
+  struct Agreed {
+    std::string refusal;             // why not even by the host's memory
+    std::unique_ptr<NcclGroup> all;  // null where it cannot be
+    bool has_kernels = true;         // false: a rank's GPU cannot run ours
+    bool splits = false;             // whether NCCL makes groups of parts of them
+    // For codecs that are exact inside nodes: null until they are asked for, and where they cannot
+    // be.
+    std::unique_ptr<NcclNodes> nodes;
+    bool nodes_known = false;
+  };
+
   void end_left(bool is_last);
   void agree(int32_t set, const TellAll& tell_all);
   bool give_id(NcclId& id);
   std::unique_ptr<NcclGroup> connect(const NcclId& id);
+  // Calls each(group), which may be taken, for all groups of a set.
+  template <class Each>
+  static void for_each_group(Agreed& agreed, Each&& each);
   template <class Give>
   void reduce(const Job& job, const std::vector<NcclGroup::Piece>& results, Give&& give);
   bool takes_kernels(const Description& d) const;
   bool is_coded(bool is_plain, bool exact_in_nodes) const;
+  void make_nodes(Agreed& agreed);
   void see_to_registered(const std::vector<RequestPtr>& requests);
 
   const NcclLibrary* const library_;
@@ -85,12 +102,6 @@ class NcclExchange {
   const Tell tell_;
   const Device::Stream stream_;
   Device::Stream captured_ = nullptr;  // where others capture our work
-  // What the ranks of a process set have agreed on.
-  struct Agreed {
-    std::string refusal;             // why not even by the host's memory
-    std::unique_ptr<NcclGroup> all;  // null where it cannot be
-    bool has_kernels = true;         // false: a rank's GPU cannot run ours
-  };
   std::map<int32_t, Agreed> sets_;
   std::vector<std::unique_ptr<NcclGroup>> left_;  // that nobody gives anything to
   // Those of them that are being ended, each by a thread.
@@ -108,6 +119,7 @@ class NcclExchange {
   // Of the exchange at hand.
   Group* group_ = nullptr;
   NcclGroup* nccl_ = nullptr;
+  NcclNodes* nodes_ = nullptr;  // if it is exact inside them
   Device::Stream on_ = nullptr;
 };
 

@@ -39,6 +39,12 @@ class NcclGroup {
   NcclGroup(const NcclGroup&) = delete;
   // Called by all of them with one id; nothing waits.
   void begin(const NcclId& id);
+  // The same for a part of another group: of those who name one color, in their order there. All of
+  // that group call it when nothing of theirs is under way; those with kNoColor are in none, whose
+  // size is 0. Until it has begun the other one does nothing else, and if it fails, that may only
+  // end, too.
+  static constexpr int kNoColor = -1;
+  void begin(NcclGroup& whole, int color);
   // Waits until it has begun, or `pointless`: why it has not, or nothing. Then it may only end.
   std::string begun(const std::function<bool()>& pointless);
   void abort() { abort({this}); }
@@ -85,6 +91,7 @@ class NcclGroup {
   void finish(NcclResult result, const char* what);
   NcclResult state();
   NcclResult join();
+  NcclResult wait_ready(NcclResult said, const std::function<bool()>& pointless);
   // Together, all that `give` gives; nothing if it throws.
   void together(const std::function<void()>& give);
   // Calls give(operation) with the operation that reduces like this.
@@ -99,6 +106,8 @@ class NcclGroup {
   // which may be after this object is gone. It has ended when the communicator has been aborted.
   std::shared_ptr<NcclLibrary::Comm> place_;
   NcclLibrary::Comm comm_ = nullptr;
+  NcclGroup* whole_ = nullptr;                // what it is a part of, while it begins
+  std::shared_ptr<NcclLibrary::Comm> birth_;  // the place of a part of it that has not begun
   struct Registered {
     std::shared_ptr<char> memory;
     void* handle = nullptr;

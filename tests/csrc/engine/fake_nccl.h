@@ -1,5 +1,6 @@
 // NCCL's functions, done by threads: what is given to a stream of a pretended device waits there
-// for the other ranks. Communicators prepare for a while, after each group, too. They reduce
+// for the other ranks. Communicators prepare for a while, after each group, and when they are
+// split, too, where a part is written down when the whole is through, and prepares on. They reduce
 // floats, of 32 and 16 bits; those of 16 they round whenever they add. Those of a single rank lose
 // the last value of what they scale, as before 2.29.7.
 #pragma once
@@ -41,6 +42,11 @@ struct FakeNcclWorld {
   int begun = 0;
   std::map<int64_t, Round> rounds;
   std::map<std::pair<int, int>, std::deque<std::vector<char>>> letters;  // by from and to
+  struct Split {
+    std::map<int, std::pair<int, int>> asked;  // color and key, by rank
+    std::map<int, std::shared_ptr<FakeNcclWorld>> parts;
+  };
+  std::map<int, Split> splits;  // by number
 };
 
 }  // namespace bagua
@@ -56,9 +62,13 @@ struct bagua::NcclCommunicator {
   int looks_until_ready = 5;
   bool aborted = false;  // under the world's mutex
   std::atomic<std::thread::id> at_it =
-      std::thread::id();       // who has begun what it is at, and has not joined it
-  bool broken = false;         // and says so, a while after it has begun
-  std::vector<float> factors;  // of operations made with one
+      std::thread::id();                    // who has begun what it is at, and has not joined it
+  bool broken = false;                      // and says so, a while after it has begun
+  NcclCommunicator** part_place = nullptr;  // while it is split
+  int splits = 0;
+  int part_of = -1;               // that rank's of what was split
+  std::atomic<int> under_way{0};  // on devices
+  std::vector<float> factors;     // of operations made with one
 };
 
 namespace bagua {
@@ -80,11 +90,16 @@ class FakeNccl {
       l.get_async_error = [](Comm comm, NcclResult* state) {
         const bool looked = comm->looks_until_ready == 0 || --comm->looks_until_ready == 0;
         std::lock_guard<std::mutex> lock(comm->world->mutex);
-        const bool ready = looked && (comm->broken || comm->world->begun == comm->world->size);
+        const bool ready =
+            looked &&
+            (comm->broken || (comm->world->begun == comm->world->size && all_have_split(comm)));
         *state = ready ? NcclResult::kSuccess : NcclResult::kInProgress;
         if (ready && comm->broken) *state = NcclResult::kSystemError;
+        if (comm->part_of >= 0 && comm->part_of == part_broken_) *state = NcclResult::kRemoteError;
+        if (ready && !comm->broken && comm->part_place) write_part(comm);
         return NcclResult::kSuccess;
       };
+      l.comm_split = split;
       l.comm_count = [](Comm comm, int* count) {
         *count = comm->world->size;
         return join(comm);
@@ -198,6 +213,16 @@ class FakeNccl {
     broken_ = rank;
     says_ = says;
   }
+  // The same for a part, of those that a communicator is split into for the first or second time.
+  static void break_split_on(int rank, int number = 1, Says says = Says::kAtOnce) {
+    split_broken_ = rank;
+    split_number_ = number;
+    split_says_ = says;
+  }
+  // From now on the parts that this rank is in say that another one is gone.
+  static void break_part_of(int rank) { part_broken_ = rank; }
+  // How often a rank has split one.
+  static int splits() { return splits_; }
   // The next call that moves something fails.
   static void fail_next(NcclResult how = NcclResult::kRemoteError) { fails_ = how; }
 
@@ -240,6 +265,60 @@ class FakeNccl {
     return NcclResult::kSuccess;
   }
 
+  static Comm make(std::shared_ptr<FakeNcclWorld> world, int rank, Comm* place) {
+    static std::mutex mutex;
+    // Never freed: work under way may look at them, and so may an abort while the process ends.
+    static auto& all = *new std::vector<std::unique_ptr<NcclCommunicator>>;
+    std::lock_guard<std::mutex> lock(mutex);
+    all.push_back(std::make_unique<NcclCommunicator>(std::move(world), rank));
+    all.back()->place = place;
+    return all.back().get();
+  }
+
+  // As NCCL does it says that it is done, and only the communicator knows better.
+  static NcclResult split(Comm comm, int color, int key, Comm* part, NcclConfig* config) {
+    note_use_of_device();
+    if (config || comm->looks_until_ready > 0) return kInvalidUsage;
+    if (comm->under_way > 0) ++misused_;
+    ++splits_;
+    *part = nullptr;
+    comm->part_place = part;
+    const int number = ++comm->splits;
+    const bool breaks = comm->rank == split_broken_ && number == split_number_;
+    if (breaks && split_says_ == Says::kAtOnce) return NcclResult::kSystemError;
+    comm->broken = breaks && split_says_ == Says::kLater;
+    std::lock_guard<std::mutex> lock(comm->world->mutex);
+    if (!breaks) comm->world->splits[number].asked[comm->rank] = {color, key};
+    const NcclResult begun = begin(comm, 5);
+    return begun == NcclResult::kInProgress ? NcclResult::kSuccess : begun;
+  }
+  // With the world's mutex.
+  static bool all_have_split(Comm comm) {
+    const auto size = static_cast<size_t>(comm->world->size);
+    return !comm->part_place || comm->world->splits[comm->splits].asked.size() == size;
+  }
+  static void write_part(Comm comm) {
+    auto& split = comm->world->splits[comm->splits];
+    const auto [color, key] = split.asked[comm->rank];
+    Comm part = nullptr;
+    if (color >= 0) {
+      int size = 0, before = 0;
+      for (const auto& [rank, other] : split.asked) {
+        if (other.first != color) continue;
+        ++size;
+        before += std::pair(other.second, rank) < std::pair(key, comm->rank);
+      }
+      auto& world = split.parts[color];
+      if (!world) {
+        world = std::make_shared<FakeNcclWorld>(size);
+        world->begun = size;
+      }
+      part = make(world, before, comm->part_place);
+      part->part_of = comm->rank;
+    }
+    __atomic_store_n(std::exchange(comm->part_place, nullptr), part, __ATOMIC_RELEASE);
+  }
+
   static NcclResult init(Comm* comm, int size, NcclId id, int rank, NcclConfig* config) {
     static std::mutex mutex;
     static std::map<int, std::shared_ptr<FakeNcclWorld>> worlds;
@@ -249,11 +328,7 @@ class FakeNccl {
     std::lock_guard<std::mutex> lock(mutex);
     auto& world = worlds[number];
     if (!world) world = std::make_shared<FakeNcclWorld>(size);
-    // Never freed: work under way may look at them, and so may an abort while the process ends.
-    static auto& all = *new std::vector<std::unique_ptr<NcclCommunicator>>;
-    all.push_back(std::make_unique<NcclCommunicator>(world, rank));
-    *comm = all.back().get();
-    (*comm)->place = comm;
+    *comm = make(world, rank, comm);
     (*comm)->broken = rank == broken_ && says_ != Says::kNever;
     if (rank == broken_ && says_ == Says::kAtOnce) return NcclResult::kSystemError;
     std::lock_guard<std::mutex> world_lock(world->mutex);
@@ -281,6 +356,8 @@ class FakeNccl {
     if (!together) lonely_ = true;
     while (hang_) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     *comm->place = comm;  // as the thread that begins it, for which an abort waits, does at its end
+    if (comm->part_place)  // and one that splits it, whatever has become of that
+      *comm->part_place = make(std::make_shared<FakeNcclWorld>(1), 0, comm->part_place);
     forget_memory(comm);
     --under_abort_;
     return NcclResult::kSuccess;
@@ -291,10 +368,14 @@ class FakeNccl {
     if (type == NcclType::kF16 || type == NcclType::kBF16) return 2;
     return type == NcclType::kI64 || type == NcclType::kF64 ? 8 : 4;
   }
-  static void on(void* stream, std::function<void()> work) {
+  static void on(void* stream, Comm comm, std::function<void()> work) {
     static PretendDevice device(0);
     ++calls_;
-    device.run(stream, std::move(work));
+    ++comm->under_way;
+    device.run(stream, [comm, work = std::move(work)] {
+      work();
+      --comm->under_way;
+    });
   }
 
   // On a stream: waits for all, and `combine` makes the result of what they gave, `nbytes` of
@@ -306,7 +387,7 @@ class FakeNccl {
     const auto world = comm->world;
     const int rank = comm->rank;
     comm->stream = stream;
-    on(stream, [=] {
+    on(stream, comm, [=] {
       std::unique_lock<std::mutex> lock(world->mutex);
       if (comm->aborted) return;
       auto& round = world->rounds[comm->round++];
@@ -417,7 +498,7 @@ class FakeNccl {
     const auto world = comm->world;
     const std::pair<int, int> way = {comm->rank, to};
     const auto* bytes = static_cast<const char*>(in);
-    on(stream, [=] {
+    on(stream, comm, [=] {
       std::lock_guard<std::mutex> lock(world->mutex);
       world->letters[way].emplace_back(bytes, bytes + count * nbytes_of(type));
       world->changed.notify_all();
@@ -429,7 +510,7 @@ class FakeNccl {
     if (const NcclResult refused = enter(comm); refused != NcclResult::kSuccess) return refused;
     const auto world = comm->world;
     const std::pair<int, int> way = {from, comm->rank};
-    on(stream, [=] {
+    on(stream, comm, [=] {
       std::unique_lock<std::mutex> lock(world->mutex);
       auto& letters = world->letters[way];
       world->changed.wait(lock, [&] { return !letters.empty() || comm->aborted; });
@@ -453,6 +534,9 @@ class FakeNccl {
   static inline std::atomic<bool> lonely_{false}, held_{false}, hang_{false}, never_ends_{false};
   static inline std::atomic<Says> says_{Says::kAtOnce};
   static inline std::atomic<int> broken_{-1};
+  static inline std::atomic<Says> split_says_{Says::kAtOnce};
+  static inline std::atomic<int> split_broken_{-1}, split_number_{1}, splits_{0};
+  static inline std::atomic<int> part_broken_{-1};
   static inline thread_local int depth_ = 0;
   static inline thread_local std::vector<Comm> in_group_;
   static inline thread_local Comm at_it_ = nullptr;

@@ -96,7 +96,15 @@ struct Gpu : OwnDevice, Program {
 struct GpuWorld {
   explicit GpuWorld(int size, bool has_nccl = true, const Config& config = quiet_config())
       : ranks(size, config) {
-    for (int i = 0; i < size; ++i) gpus.push_back(std::make_unique<Gpu>(has_nccl));
+    add_gpus(has_nccl);
+  }
+  // On nodes, whose ranks share memory.
+  explicit GpuWorld(const NodeOf& node_of) : GpuWorld(node_of, quiet_config(node_of)) {}
+  GpuWorld(const NodeOf& node_of, const Config& config) : ranks(node_of, config) {
+    add_gpus(/*has_nccl=*/true);
+  }
+  void add_gpus(bool has_nccl) {
+    for (int i = 0; i < ranks.size(); ++i) gpus.push_back(std::make_unique<Gpu>(has_nccl));
   }
   // Calls body(rank, gpu, engine) on every rank.
   template <class Body>
