@@ -191,19 +191,23 @@ class BetweenSteps:
         dtype = dtype_name(params[0].dtype) if params else "float32"
         prefix = self.standing.name(f"weights.{self._generation}")
         info = BucketInfo(prefix, 0, dtype, count, sum(p.nbytes for p in params))
-        with self.standing.laying_out("weights", shared=(UsageError,)):
-            exchange = planned(self.algorithm, info, world(), self._step)
-            makes = pieces_of(
-                prefix,
-                named,
-                exchange,
-                self._process_set,
-                self._piece_nbytes(),
-                self.rounds,
-                self.algorithm.keeps_exact,
-            )
+        before = self._exchange
+        try:
+            with self.standing.laying_out("plan", shared=(UsageError,)):
+                self._exchange = planned(self.algorithm, info, world(), self._step)
+                makes = pieces_of(
+                    prefix,
+                    named,
+                    self._exchange,
+                    self._process_set,
+                    self._piece_nbytes(),
+                    self.rounds,
+                    self.algorithm.keeps_exact,
+                )
+        except BaseException:
+            self._exchange = before  # as the pieces that there are have it
+            raise
         with self.standing.laying_out("weights"):
-            self._exchange = exchange
             self._pieces = [make() for make in makes]
             self._start_over()
 
