@@ -40,7 +40,6 @@ std::string fill(NcclLibrary& library, void* handle) {
   find(library.recv, "ncclRecv");
   find(library.create_scaled_sum, "ncclRedOpCreatePreMulSum");
   find(library.destroy_op, "ncclRedOpDestroy");
-  find_any(library.comm_split, "ncclCommSplit");
   find_any(library.mem_alloc, "ncclMemAlloc");
   find_any(library.mem_free, "ncclMemFree");
   find_any(library.comm_register, "ncclCommRegister");

@@ -55,8 +55,6 @@ struct NcclLibrary {
   NcclResult (*get_version)(int*) = nullptr;
   NcclResult (*get_unique_id)(NcclId*) = nullptr;
   NcclResult (*init_rank_config)(Comm*, int nranks, NcclId, int rank, NcclConfig*) = nullptr;
-  // Null in a library that is not NVIDIA's.
-  NcclResult (*comm_split)(Comm, int color, int key, Comm* part, NcclConfig*) = nullptr;
   NcclResult (*get_async_error)(Comm, NcclResult*) = nullptr;
   NcclResult (*comm_count)(Comm, int*) = nullptr;
   NcclResult (*abort)(Comm) = nullptr;

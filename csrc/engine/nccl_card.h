@@ -16,10 +16,9 @@ namespace bagua {
 struct NcclCard {
   int32_t version = 0;  // negative: of a rank without a device, 0: without NCCL
   int32_t shares = 0;   // its GPU with others
-  int32_t kernels = 0;  // whether its GPU runs ours
-  int32_t splits = 0;   // whether its NCCL splits communicators
+  int64_t kernels = 0;  // whether its GPU runs ours
   char gpu[16] = {};
-  NcclId id = {};  // the first rank's counts
+  NcclId id = {};  // of those who begin a communicator the first one's counts
 };
 using NcclCards = std::vector<NcclCard>;
 
@@ -43,7 +42,7 @@ inline bool undecided(const NcclCards& cards) {
                      [](const NcclCard& card) { return card.version < 0; });
 }
 
-inline bool all_have(const NcclCards& cards, int32_t NcclCard::* what) {
+inline bool all_have(const NcclCards& cards, int64_t NcclCard::* what) {
   return std::all_of(cards.begin(), cards.end(),
                      [&](const NcclCard& card) { return card.*what != 0; });
 }

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <numeric>
 #include <system_error>
 #include <thread>
 #include <utility>
 
 #include "codec/gpu.h"
+#include "collective/node_layout.h"
 #include "common/clock.h"
 #include "common/memory.h"
 #include "engine/allreduce.h"
@@ -26,8 +28,11 @@ std::string shared_gpu(int i, int j) {
          "allow it with allow_shared_gpu (bagua-run --allow-shared-gpu)";
 }
 
+std::string at_rank(int rank) { return "rank " + std::to_string(rank) + ": "; }
+
 constexpr int kFirstThatShares = 23000;
 constexpr double kEndS = 2;
+constexpr const char* kMore = "; NCCL_DEBUG=WARN tells more";
 
 // Whether NCCL would do it, whoever asks: a matter of the description alone.
 bool fits(const Description& d) {
@@ -79,15 +84,15 @@ NcclExchange::~NcclExchange() {
 void NcclExchange::agree(int32_t set, const TellAll& tell_all) {
   NcclCard mine;
   mine.version = device_ ? 0 : -1;
-  const bool gives_id = group_->me() == 0;  // whose threads wait for the others
+  Members everyone(group_->size());
+  std::iota(everyone.begin(), everyone.end(), 0);
   if (device_) {
     const std::string identity = device_->identity();
     std::memcpy(mine.gpu, identity.data(), std::min(identity.size(), sizeof mine.gpu));
   }
-  if (library_ && device_ && (!gives_id || give_id(mine.id))) {
+  if (library_ && device_ && (!is_first(everyone) || give_id(mine.id))) {
     mine.version = library_->version;
     mine.kernels = device_->runs_kernels();
-    mine.splits = library_->comm_split != nullptr;
     mine.shares = shares_ && library_->version >= kFirstThatShares;
   }
   const NcclCards cards = cards_of(tell_all(numbers_of(mine)));
@@ -99,14 +104,15 @@ void NcclExchange::agree(int32_t set, const TellAll& tell_all) {
         shared_gpu(group_->rank_of(static_cast<int>(i)), group_->rank_of(static_cast<int>(j)));
     return;
   }
-  const std::string why_not = obstacle(cards);
-  const bool was_to_be = i == j && library_ && group_->me() == 0;
-  if (!why_not.empty())
+  std::string why_not = obstacle(cards);
+  const bool was_to_be = (i == j || why_not.empty()) && library_ && group_->me() == 0;
+  if (why_not.empty()) agreed.all = connect(everyone, cards[0].id, why_not);
+  if (!agreed.all)
     return tell_(was_to_be ? LogLevel::kWarning : LogLevel::kInfo, "NCCL is not used: " + why_not);
-  agreed.all = connect(cards[0].id);
+  tell_(LogLevel::kInfo,
+        "tensors on " + device_->name() + " go by NCCL " + version_text(*library_));
   agreed.has_kernels = all_have(cards, &NcclCard::kernels);
-  agreed.splits = all_have(cards, &NcclCard::splits);
-  if (agreed.all && !agreed.has_kernels)
+  if (!agreed.has_kernels)
     tell_(LogLevel::kInfo,
           "codecs, and averages and scales that NCCL cannot take by itself, "
           "go by the host's memory: a rank's GPU is older than these kernels");
@@ -125,6 +131,11 @@ bool NcclExchange::takes_kernels(const Description& d) const {
   return any;
 }
 
+// Whether this rank gives them the id: its threads wait for the others.
+bool NcclExchange::is_first(const Members& members) const {
+  return !members.empty() && members[0] == group_->me();
+}
+
 // Behind each is a thread of NCCL's that waits for ranks: what was not used is for the next time.
 bool NcclExchange::give_id(NcclId& id) {
   if (!has_id_) has_id_ = library_->get_unique_id(&id_) == NcclResult::kSuccess;
@@ -132,31 +143,48 @@ bool NcclExchange::give_id(NcclId& id) {
   return has_id_;
 }
 
-// A communicator on all ranks, or on none.
-std::unique_ptr<NcclGroup> NcclExchange::connect(const NcclId& id) {
-  has_id_ = false;
+// A communicator for each group, or for no group of the set. All ranks of the set call this, those
+// who are in no group with nobody, and are told alike why not. It cannot deadlock: a rank begins
+// its group's without waiting for anybody, and begins no other before all of the set have settled
+// this one, so nobody waits in one group for a rank that waits in another. Who waits in begun()
+// hears of whoever fails or dies, as in any other wait. Until all have begun only this knows of it:
+// check() would take a failure for that of a peer.
+std::unique_ptr<NcclGroup> NcclExchange::connect(const Members& members, const NcclId& id,
+                                                 std::string& why_not) {
   Outcome outcome(*group_);
-  auto nccl = std::make_unique<NcclGroup>(
-      *library_, *device_, group_->size(), group_->me(),
-      [this](const std::function<bool()>& reached) { group_->wait_until(reached); });
-  std::string why_not;
-  try {
-    nccl->begin(id);
-  } catch (const InternalError& error) {
-    why_not = error.what();
+  std::unique_ptr<NcclGroup> nccl;
+  if (!members.empty()) {
+    if (is_first(members)) has_id_ = false;
+    const auto place = std::find(members.begin(), members.end(), group_->me()) - members.begin();
+    nccl = std::make_unique<NcclGroup>(
+        *library_, *device_, static_cast<int>(members.size()), static_cast<int>(place),
+        [this](const std::function<bool()>& reached) { group_->wait_until(reached); });
+    try {
+      nccl->begin(id);
+    } catch (const InternalError& error) {
+      why_not = error.what();
+    }
+    if (why_not.empty()) why_not = nccl->begun([&] { return outcome.failed(); });
+    if (!why_not.empty()) why_not = at_rank(group_->rank_of(group_->me())) + why_not;
   }
-  if (why_not.empty()) why_not = nccl->begun([&] { return outcome.failed(); });
-  if (!why_not.empty())
-    why_not = "rank " + std::to_string(group_->rank_of(group_->me())) + ": " + why_not;
   why_not = outcome.settle(why_not);
-  if (why_not.empty()) {
-    tell_(LogLevel::kInfo,
-          "tensors on " + device_->name() + " go by NCCL " + version_text(*library_));
-    return nccl;
-  }
-  const LogLevel level = group_->me() == 0 ? LogLevel::kWarning : LogLevel::kInfo;
-  tell_(level, "NCCL is not used: " + why_not + "; NCCL_DEBUG=WARN tells more");
+  if (why_not.empty()) return nccl;
+  why_not += kMore;
   return nullptr;
+}
+
+// With an id that the first of each group gives. The cards say nothing else here, but that a rank
+// has what it is to give.
+std::unique_ptr<NcclGroup> NcclExchange::connect(const Members& members, const TellAll& tell_all,
+                                                 std::string& why_not) {
+  NcclCard mine;
+  mine.version = !is_first(members) || give_id(mine.id);
+  const NcclCards cards = cards_of(tell_all(numbers_of(mine)));
+  for (size_t i = 0; i < cards.size(); ++i)
+    if (cards[i].version == 0)
+      why_not = at_rank(group_->rank_of(static_cast<int>(i))) + "ncclGetUniqueId failed" + kMore;
+  if (!why_not.empty()) return nullptr;
+  return connect(members, members.empty() ? NcclId{} : cards[members[0]].id, why_not);
 }
 
 // Inside one node, or alone, some codecs are not asked for.
@@ -178,7 +206,7 @@ bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, G
   nodes_ = nullptr;
   if (is_coded(first.codec.empty(), first.exact_in_nodes) && first.exact_in_nodes &&
       group.on_shared_nodes()) {
-    if (!agreed.nodes_known && !captured) make_nodes(agreed);
+    if (!agreed.nodes_known && !captured) make_nodes(agreed, tell_all);
     nodes_ = agreed.nodes.get();
     if (!nodes_) return false;
   }
@@ -197,30 +225,25 @@ bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, G
   return true;
 }
 
-// In the first exchange that is for them: made before, everybody would pay for them. NCCL must not
-// split a group that is at something, so this once the host waits for the device.
-void NcclExchange::make_nodes(Agreed& agreed) {
+// In the first exchange that is for them: made before, everybody would pay for them. NCCL may wait
+// for the device meanwhile, and what is under way there ends by itself, since all ranks have given
+// it before they come to this.
+void NcclExchange::make_nodes(Agreed& agreed, const TellAll& tell_all) {
   agreed.nodes_known = true;
-  const LogLevel level = group_->me() == 0 ? LogLevel::kWarning : LogLevel::kInfo;
-  const auto go_by_host = [&](const std::string& why_not) {
-    tell_(level, "codecs that are exact inside nodes go by the host's memory: " + why_not);
-  };
-  if (!agreed.has_kernels) return go_by_host("a rank's GPU is older than their kernels");
-  if (!agreed.splits) return go_by_host("a rank's NCCL has no ncclCommSplit");
-  group_->wait_until([&] { return !under_way(); });
-  auto nodes = std::make_unique<NcclNodes>(
-      *library_, *device_, *group_,
-      [this](const std::function<bool()>& reached) { group_->wait_until(reached); });
-  const std::string why_not = nodes->split(*agreed.all, *group_);
-  if (why_not.empty()) {
-    agreed.nodes = std::move(nodes);
-    return tell_(LogLevel::kInfo, "exact inside nodes: NCCL within, codec between " +
-                                      std::to_string(agreed.nodes->leaders()) + " leaders a node");
-  }
-  tell_(level, "NCCL is used no more by these ranks, which it cannot split into nodes: " + why_not +
-                   "; NCCL_DEBUG=WARN tells more");
-  auto all = std::exchange(agreed.all, nullptr);
-  if (!all->ends()) left_.push_back(std::move(all));  // a graph may still do what it has captured
+  std::string why_not;
+  if (!agreed.has_kernels) why_not = "a rank's GPU is older than their kernels";
+  auto nodes = std::make_unique<NcclNodes>();
+  const NodeLayout layout = node_layout_of(*group_);
+  nodes->leaders = layout.leaders;
+  const bool alone = layout.mine.size() == 1;
+  if (why_not.empty()) nodes->near = connect(alone ? Members{} : layout.mine, tell_all, why_not);
+  if (why_not.empty()) nodes->far = connect(layout.partners, tell_all, why_not);
+  if (!why_not.empty())
+    return tell_(group_->me() == 0 ? LogLevel::kWarning : LogLevel::kInfo,
+                 "codecs that are exact inside nodes go by the host's memory: " + why_not);
+  tell_(LogLevel::kInfo, "exact inside nodes: NCCL within, codec between " +
+                             std::to_string(layout.leaders) + " leaders a node");
+  agreed.nodes = std::move(nodes);
 }
 
 const std::string& NcclExchange::refusal(int32_t set) const {
@@ -311,7 +334,8 @@ template <class Each>
 void NcclExchange::for_each_group(Agreed& agreed, Each&& each) {
   if (agreed.all) each(agreed.all);
   if (!agreed.nodes) return;
-  for (auto& group : agreed.nodes->groups()) each(group);
+  for (auto* group : {&agreed.nodes->near, &agreed.nodes->far})
+    if (*group) each(*group);
 }
 
 void NcclExchange::check() {

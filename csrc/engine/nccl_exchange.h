@@ -75,7 +75,6 @@ class NcclExchange {
     std::string refusal;             // why not even by the host's memory
     std::unique_ptr<NcclGroup> all;  // null where it cannot be
     bool has_kernels = true;         // false: a rank's GPU cannot run ours
-    bool splits = false;             // whether NCCL makes groups of parts of them
     // For codecs that are exact inside nodes: null until they are asked for, and where they cannot
     // be.
     std::unique_ptr<NcclNodes> nodes;
@@ -84,8 +83,14 @@ class NcclExchange {
 
   void end_left(bool is_last);
   void agree(int32_t set, const TellAll& tell_all);
+  // Ranks of a set, by index, ascending.
+  using Members = std::vector<int>;
+  bool is_first(const Members& members) const;
   bool give_id(NcclId& id);
-  std::unique_ptr<NcclGroup> connect(const NcclId& id);
+  std::unique_ptr<NcclGroup> connect(const Members& members, const NcclId& id,
+                                     std::string& why_not);
+  std::unique_ptr<NcclGroup> connect(const Members& members, const TellAll& tell_all,
+                                     std::string& why_not);
   // Calls each(group), which may be taken, for all groups of a set.
   template <class Each>
   static void for_each_group(Agreed& agreed, Each&& each);
@@ -93,7 +98,7 @@ class NcclExchange {
   void reduce(const Job& job, const std::vector<NcclGroup::Piece>& results, Give&& give);
   bool takes_kernels(const Description& d) const;
   bool is_coded(bool is_plain, bool exact_in_nodes) const;
-  void make_nodes(Agreed& agreed);
+  void make_nodes(Agreed& agreed, const TellAll& tell_all);
   void see_to_registered(const std::vector<RequestPtr>& requests);
 
   const NcclLibrary* const library_;

@@ -114,39 +114,12 @@ void NcclGroup::begin(const NcclId& id) {
   });
 }
 
-void NcclGroup::begin(NcclGroup& whole, int color) {
-  place_ = std::make_shared<NcclLibrary::Comm>(nullptr);
-  whole_ = &whole;
-  whole.birth_ = place_;
-  device_.as_current([&] {
-    begun_ = library_.comm_split(whole.comm_, color, /*key=*/whole.me_, place_.get(),
-                                 /*config=*/nullptr /* that of the whole */);
-  });
-  // NCCL says so at once, and only the whole knows whether it is still at it.
-  if (begun_ == NcclResult::kSuccess) begun_ = whole.state();
-}
-
-// The whole is at it until NCCL has written down the part, which may still prepare then.
 std::string NcclGroup::begun(const std::function<bool()>& pointless) {
-  const char* const what = whole_ ? "ncclCommSplit: " : "ncclCommInitRankConfig: ";
-  if (whole_) {
-    begun_ = whole_->wait_ready(begun_, pointless);
-    if (begun_ == NcclResult::kSuccess) {
-      comm_ = __atomic_load_n(place_.get(), __ATOMIC_ACQUIRE);
-      if (comm_) begun_ = state();
-      std::exchange(whole_, nullptr)->birth_.reset();
-    }
-  }
-  if (comm_) begun_ = wait_ready(begun_, pointless);
-  if (begun_ == NcclResult::kSuccess && (comm_ || size_ == 0)) return "";
-  return what + std::string(library_.error_string(begun_));
-}
-
-// Waits while it is at what a call has said that of, unless `pointless`; how that has ended.
-NcclResult NcclGroup::wait_ready(NcclResult said, const std::function<bool()>& pointless) {
-  if (said == NcclResult::kInProgress)
-    wait_until_([&] { return (said = state()) != NcclResult::kInProgress || pointless(); });
-  return said == NcclResult::kSuccess ? join() : said;
+  if (comm_ && begun_ == NcclResult::kInProgress)
+    wait_until_([&] { return (begun_ = state()) != NcclResult::kInProgress || pointless(); });
+  if (begun_ == NcclResult::kSuccess && comm_) begun_ = join();
+  if (begun_ == NcclResult::kSuccess && comm_) return "";
+  return std::string("ncclCommInitRankConfig: ") + library_.error_string(begun_);
 }
 
 // Each by a thread of its own: NCCL ends a communicator when its kernels have ended, and those may
@@ -163,12 +136,8 @@ bool NcclGroup::abort(const std::vector<NcclGroup*>& groups) {
     auto* comm = std::exchange(group->comm_, nullptr);
     if (!comm) continue;
     const bool counts = !group->captured_;
-    const auto end = [left, counts, abort = group->library_.abort, comm, place = group->place_,
-                      birth = std::move(group->birth_)] {
+    const auto end = [left, counts, abort = group->library_.abort, comm, place = group->place_] {
       abort(comm);
-      // A part that did not begin well, which nobody has got.
-      if (auto* part = birth ? __atomic_load_n(birth.get(), __ATOMIC_ACQUIRE) : nullptr)
-        abort(part);
       std::lock_guard<std::mutex> lock(left->mutex);
       if (counts) --left->count;
       left->changed.notify_all();

@@ -39,18 +39,14 @@ class NcclGroup {
   NcclGroup(const NcclGroup&) = delete;
   // Called by all of them with one id; nothing waits.
   void begin(const NcclId& id);
-  // The same for a part of another group: of those who name one color, in their order there. All of
-  // that group call it when nothing of theirs is under way; those with kNoColor are in none, whose
-  // size is 0. Until it has begun the other one does nothing else, and if it fails, that may only
-  // end, too.
-  static constexpr int kNoColor = -1;
-  void begin(NcclGroup& whole, int color);
   // Waits until it has begun, or `pointless`: why it has not, or nothing. Then it may only end.
   std::string begun(const std::function<bool()>& pointless);
   void abort() { abort({this}); }
   // Of all groups of a device at once: one after another they may wait for each other for ever.
   // False if some have not ended in seconds; nothing waits for them any longer.
   static bool abort(const std::vector<NcclGroup*>& groups);
+  int size() const { return size_; }
+  int me() const { return me_; }
   // Whether it comes to an end while the process lasts.
   bool ends() const { return comm_ && !captured_; }
   // Nothing comes any more: waits until NCCL's own threads have sent what they still have to, or
@@ -91,7 +87,6 @@ class NcclGroup {
   void finish(NcclResult result, const char* what);
   NcclResult state();
   NcclResult join();
-  NcclResult wait_ready(NcclResult said, const std::function<bool()>& pointless);
   // Together, all that `give` gives; nothing if it throws.
   void together(const std::function<void()>& give);
   // Calls give(operation) with the operation that reduces like this.
@@ -106,8 +101,6 @@ class NcclGroup {
   // which may be after this object is gone. It has ended when the communicator has been aborted.
   std::shared_ptr<NcclLibrary::Comm> place_;
   NcclLibrary::Comm comm_ = nullptr;
-  NcclGroup* whole_ = nullptr;                // what it is a part of, while it begins
-  std::shared_ptr<NcclLibrary::Comm> birth_;  // the place of a part of it that has not begun
   struct Registered {
     std::shared_ptr<char> memory;
     void* handle = nullptr;

@@ -1,6 +1,5 @@
 // NCCL's functions, done by threads: what is given to a stream of a pretended device waits there
-// for the other ranks. Communicators prepare for a while, after each group, and when they are
-// split, too, where a part is written down when the whole is through, and prepares on. They reduce
+// for the other ranks. Communicators prepare for a while, after each group, too. They reduce
 // floats, of 32 and 16 bits; those of 16 they round whenever they add. Those of a single rank lose
 // the last value of what they scale, as before 2.29.7.
 #pragma once
@@ -42,11 +41,6 @@ struct FakeNcclWorld {
   int begun = 0;
   std::map<int64_t, Round> rounds;
   std::map<std::pair<int, int>, std::deque<std::vector<char>>> letters;  // by from and to
-  struct Split {
-    std::map<int, std::pair<int, int>> asked;  // color and key, by rank
-    std::map<int, std::shared_ptr<FakeNcclWorld>> parts;
-  };
-  std::map<int, Split> splits;  // by number
 };
 
 }  // namespace bagua
@@ -62,13 +56,9 @@ struct bagua::NcclCommunicator {
   int looks_until_ready = 5;
   bool aborted = false;  // under the world's mutex
   std::atomic<std::thread::id> at_it =
-      std::thread::id();                    // who has begun what it is at, and has not joined it
-  bool broken = false;                      // and says so, a while after it has begun
-  NcclCommunicator** part_place = nullptr;  // while it is split
-  int splits = 0;
-  int part_of = -1;               // that rank's of what was split
-  std::atomic<int> under_way{0};  // on devices
-  std::vector<float> factors;     // of operations made with one
+      std::thread::id();       // who has begun what it is at, and has not joined it
+  bool broken = false;         // and says so, a while after it has begun
+  std::vector<float> factors;  // of operations made with one
 };
 
 namespace bagua {
@@ -81,8 +71,7 @@ class FakeNccl {
       l.version = 23203;
       l.error_string = [](NcclResult) { return "a fake error"; };
       l.get_unique_id = [](NcclId* id) {
-        static std::atomic<int> number{0};
-        const int mine = ++number;
+        const int mine = ++ids_;
         std::memcpy(id->bytes, &mine, sizeof mine);
         return NcclResult::kSuccess;
       };
@@ -90,16 +79,12 @@ class FakeNccl {
       l.get_async_error = [](Comm comm, NcclResult* state) {
         const bool looked = comm->looks_until_ready == 0 || --comm->looks_until_ready == 0;
         std::lock_guard<std::mutex> lock(comm->world->mutex);
-        const bool ready =
-            looked &&
-            (comm->broken || (comm->world->begun == comm->world->size && all_have_split(comm)));
+        const bool ready = looked && (comm->broken || comm->world->begun == comm->world->size);
         *state = ready ? NcclResult::kSuccess : NcclResult::kInProgress;
+        if (comm->world->size == lost_size_) *state = NcclResult::kRemoteError;
         if (ready && comm->broken) *state = NcclResult::kSystemError;
-        if (comm->part_of >= 0 && comm->part_of == part_broken_) *state = NcclResult::kRemoteError;
-        if (ready && !comm->broken && comm->part_place) write_part(comm);
         return NcclResult::kSuccess;
       };
-      l.comm_split = split;
       l.comm_count = [](Comm comm, int* count) {
         *count = comm->world->size;
         return join(comm);
@@ -177,6 +162,9 @@ class FakeNccl {
     return all;
   }
   static int calls() { return calls_; }
+  static int ids() { return ids_; }
+  // Communicators that a rank has begun.
+  static int begun() { return begun_; }
   // Memory of NCCL's there is; what is registered of it; what was done to it that must not be, or
   // where no device was current, or given to an operation by some ranks only.
   static int allocated() { return allocated_; }
@@ -207,22 +195,16 @@ class FakeNccl {
   // Whether aborts end what is under way and then hang.
   static void hang_aborts(bool hang) { hang_ = hang; }
   // On this rank, or on none, a communicator does not come about, and says so at once, when asked,
-  // or never. Those of the others wait for it until they are aborted.
+  // or never. Those of the others wait for it until they are aborted. If a size is given only those
+  // of so many ranks do so, among whom this one is meant.
   enum class Says { kAtOnce, kLater, kNever };
-  static void break_on(int rank, Says says = Says::kAtOnce) {
+  static void break_on(int rank, Says says = Says::kAtOnce, int size = 0) {
     broken_ = rank;
     says_ = says;
+    broken_size_ = size;
   }
-  // The same for a part, of those that a communicator is split into for the first or second time.
-  static void break_split_on(int rank, int number = 1, Says says = Says::kAtOnce) {
-    split_broken_ = rank;
-    split_number_ = number;
-    split_says_ = says;
-  }
-  // From now on the parts that this rank is in say that another one is gone.
-  static void break_part_of(int rank) { part_broken_ = rank; }
-  // How often a rank has split one.
-  static int splits() { return splits_; }
+  // From now on communicators of so many ranks say that another one is gone.
+  static void lose_peers_of(int size) { lost_size_ = size; }
   // The next call that moves something fails.
   static void fail_next(NcclResult how = NcclResult::kRemoteError) { fails_ = how; }
 
@@ -265,60 +247,6 @@ class FakeNccl {
     return NcclResult::kSuccess;
   }
 
-  static Comm make(std::shared_ptr<FakeNcclWorld> world, int rank, Comm* place) {
-    static std::mutex mutex;
-    // Never freed: work under way may look at them, and so may an abort while the process ends.
-    static auto& all = *new std::vector<std::unique_ptr<NcclCommunicator>>;
-    std::lock_guard<std::mutex> lock(mutex);
-    all.push_back(std::make_unique<NcclCommunicator>(std::move(world), rank));
-    all.back()->place = place;
-    return all.back().get();
-  }
-
-  // As NCCL does it says that it is done, and only the communicator knows better.
-  static NcclResult split(Comm comm, int color, int key, Comm* part, NcclConfig* config) {
-    note_use_of_device();
-    if (config || comm->looks_until_ready > 0) return kInvalidUsage;
-    if (comm->under_way > 0) ++misused_;
-    ++splits_;
-    *part = nullptr;
-    comm->part_place = part;
-    const int number = ++comm->splits;
-    const bool breaks = comm->rank == split_broken_ && number == split_number_;
-    if (breaks && split_says_ == Says::kAtOnce) return NcclResult::kSystemError;
-    comm->broken = breaks && split_says_ == Says::kLater;
-    std::lock_guard<std::mutex> lock(comm->world->mutex);
-    if (!breaks) comm->world->splits[number].asked[comm->rank] = {color, key};
-    const NcclResult begun = begin(comm, 5);
-    return begun == NcclResult::kInProgress ? NcclResult::kSuccess : begun;
-  }
-  // With the world's mutex.
-  static bool all_have_split(Comm comm) {
-    const auto size = static_cast<size_t>(comm->world->size);
-    return !comm->part_place || comm->world->splits[comm->splits].asked.size() == size;
-  }
-  static void write_part(Comm comm) {
-    auto& split = comm->world->splits[comm->splits];
-    const auto [color, key] = split.asked[comm->rank];
-    Comm part = nullptr;
-    if (color >= 0) {
-      int size = 0, before = 0;
-      for (const auto& [rank, other] : split.asked) {
-        if (other.first != color) continue;
-        ++size;
-        before += std::pair(other.second, rank) < std::pair(key, comm->rank);
-      }
-      auto& world = split.parts[color];
-      if (!world) {
-        world = std::make_shared<FakeNcclWorld>(size);
-        world->begun = size;
-      }
-      part = make(world, before, comm->part_place);
-      part->part_of = comm->rank;
-    }
-    __atomic_store_n(std::exchange(comm->part_place, nullptr), part, __ATOMIC_RELEASE);
-  }
-
   static NcclResult init(Comm* comm, int size, NcclId id, int rank, NcclConfig* config) {
     static std::mutex mutex;
     static std::map<int, std::shared_ptr<FakeNcclWorld>> worlds;
@@ -328,11 +256,18 @@ class FakeNccl {
     std::lock_guard<std::mutex> lock(mutex);
     auto& world = worlds[number];
     if (!world) world = std::make_shared<FakeNcclWorld>(size);
-    *comm = make(world, rank, comm);
-    (*comm)->broken = rank == broken_ && says_ != Says::kNever;
-    if (rank == broken_ && says_ == Says::kAtOnce) return NcclResult::kSystemError;
+    if (world->size != size) return kInvalidArgument;
+    ++begun_;
+    // Never freed: work under way may look at them, and so may an abort while the process ends.
+    static auto& all = *new std::vector<std::unique_ptr<NcclCommunicator>>;
+    all.push_back(std::make_unique<NcclCommunicator>(world, rank));
+    *comm = all.back().get();
+    (*comm)->place = comm;
+    const bool breaks = rank == broken_ && (broken_size_ == 0 || broken_size_ == size);
+    (*comm)->broken = breaks && says_ != Says::kNever;
+    if (breaks && says_ == Says::kAtOnce) return NcclResult::kSystemError;
     std::lock_guard<std::mutex> world_lock(world->mutex);
-    if (rank != broken_) ++world->begun;
+    if (!breaks) ++world->begun;
     return begin(*comm, (*comm)->looks_until_ready);
   }
 
@@ -356,8 +291,6 @@ class FakeNccl {
     if (!together) lonely_ = true;
     while (hang_) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     *comm->place = comm;  // as the thread that begins it, for which an abort waits, does at its end
-    if (comm->part_place)  // and one that splits it, whatever has become of that
-      *comm->part_place = make(std::make_shared<FakeNcclWorld>(1), 0, comm->part_place);
     forget_memory(comm);
     --under_abort_;
     return NcclResult::kSuccess;
@@ -368,14 +301,10 @@ class FakeNccl {
     if (type == NcclType::kF16 || type == NcclType::kBF16) return 2;
     return type == NcclType::kI64 || type == NcclType::kF64 ? 8 : 4;
   }
-  static void on(void* stream, Comm comm, std::function<void()> work) {
+  static void on(void* stream, std::function<void()> work) {
     static PretendDevice device(0);
     ++calls_;
-    ++comm->under_way;
-    device.run(stream, [comm, work = std::move(work)] {
-      work();
-      --comm->under_way;
-    });
+    device.run(stream, std::move(work));
   }
 
   // On a stream: waits for all, and `combine` makes the result of what they gave, `nbytes` of
@@ -387,7 +316,7 @@ class FakeNccl {
     const auto world = comm->world;
     const int rank = comm->rank;
     comm->stream = stream;
-    on(stream, comm, [=] {
+    on(stream, [=] {
       std::unique_lock<std::mutex> lock(world->mutex);
       if (comm->aborted) return;
       auto& round = world->rounds[comm->round++];
@@ -498,7 +427,7 @@ class FakeNccl {
     const auto world = comm->world;
     const std::pair<int, int> way = {comm->rank, to};
     const auto* bytes = static_cast<const char*>(in);
-    on(stream, comm, [=] {
+    on(stream, [=] {
       std::lock_guard<std::mutex> lock(world->mutex);
       world->letters[way].emplace_back(bytes, bytes + count * nbytes_of(type));
       world->changed.notify_all();
@@ -510,7 +439,7 @@ class FakeNccl {
     if (const NcclResult refused = enter(comm); refused != NcclResult::kSuccess) return refused;
     const auto world = comm->world;
     const std::pair<int, int> way = {from, comm->rank};
-    on(stream, comm, [=] {
+    on(stream, [=] {
       std::unique_lock<std::mutex> lock(world->mutex);
       auto& letters = world->letters[way];
       world->changed.wait(lock, [&] { return !letters.empty() || comm->aborted; });
@@ -533,10 +462,8 @@ class FakeNccl {
   static inline std::atomic<NcclResult> fails_{NcclResult::kSuccess};
   static inline std::atomic<bool> lonely_{false}, held_{false}, hang_{false}, never_ends_{false};
   static inline std::atomic<Says> says_{Says::kAtOnce};
-  static inline std::atomic<int> broken_{-1};
-  static inline std::atomic<Says> split_says_{Says::kAtOnce};
-  static inline std::atomic<int> split_broken_{-1}, split_number_{1}, splits_{0};
-  static inline std::atomic<int> part_broken_{-1};
+  static inline std::atomic<int> broken_{-1}, broken_size_{0}, lost_size_{0};
+  static inline std::atomic<int> ids_{0}, begun_{0};
   static inline thread_local int depth_ = 0;
   static inline thread_local std::vector<Comm> in_group_;
   static inline thread_local Comm at_it_ = nullptr;

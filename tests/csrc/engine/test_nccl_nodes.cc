@@ -287,7 +287,7 @@ TEST(NcclNodes, CodesLikeACpu) {
 
 // Communicators are made for those who need them, once, and end with their process set.
 TEST(NcclNodes, AreMadeWhenTheyAreNeeded) {
-  const int splits = FakeNccl::splits(), finalized = FakeNccl::finalized();
+  const int begun = FakeNccl::begun(), finalized = FakeNccl::finalized();
   {
     GpuWorld world(NodeOf{0, 0, 1, 1, 2});
     world.run([&](int rank, Gpu& gpu, Engine& engine) {
@@ -295,50 +295,48 @@ TEST(NcclNodes, AreMadeWhenTheyAreNeeded) {
         There there(world.ranks, rank, gpu, how, 1000, DType::kF32, set);
         EXPECT_EQ(there.exchange([](int64_t) { return 1.0f; }), all(1000, expected));
       };
-      const auto expect_splits = [&](int count) {
+      const auto expect_begun = [&](int count) {
         sum_of_ones(engine, "all are here");
-        EXPECT_EQ(FakeNccl::splits() - splits, count);
+        EXPECT_EQ(FakeNccl::begun() - begun, count);
         sum_of_ones(engine, "before any goes on");
       };
       use(0, {}, 5);
       Description everywhere = through("minmax_u8", ReduceOp::kSum);
       everywhere.exact_in_nodes = false;
       use(0, everywhere, 5);
-      expect_splits(0);
+      expect_begun(5);
       const int32_t one_node = add_set(engine, {0, 1}), apart = add_set(engine, {0, 2, 4});
       const Description exact = through("minmax_u8", ReduceOp::kSum);
       if (rank < 2) use(one_node, exact, 2);
       if (rank % 2 == 0) use(apart, exact, 3);
-      expect_splits(0);
+      const int all_of_them = 5 + 2 + 3;
+      expect_begun(all_of_them);
       const int32_t some = add_set(engine, {0, 1, 2, 3});
       for (int i = 0; i < 3; ++i)
         if (rank < 4) use(some, exact, 4);
-      expect_splits(4 * 2);
+      expect_begun(all_of_them + 3 * 4);
       remove_set(engine, some);
       const double late_s = now_s() + kHangS / 2;
       for (Values waits{1}; waits[0] > 0;) {  // all alike, and engines have something to do
         waits[0] = FakeNccl::finalized() < finalized + 3 * 4 && now_s() < late_s;
         call(engine, allreduce_of("wait", waits));
       }
-      expect_splits(4 * 2);
       EXPECT_EQ(FakeNccl::finalized() - finalized, 3 * 4)
           << "all, the node and the leaders of each";
       use(0, exact, 5);
-      expect_splits(4 * 2 + 5 * 2);
+      // One of the five is alone on its node, so only the first of each node leads.
+      expect_begun(all_of_them + 3 * 4 + 4 + 3);
     });
   }
-  // Of all five, one of whom is alone on its node, of whom only the first of each node leads.
-  EXPECT_EQ(FakeNccl::finalized() - finalized, 3 * 4 + (5 + 4 + 3) + 2 + 3)
-      << "and those of the other sets, which have no parts";
+  EXPECT_EQ(FakeNccl::finalized() - finalized, FakeNccl::begun() - begun);
 }
 
-// NCCL may wait for ever if it is split while something of it is under way.
-TEST(NcclNodes, AreMadeWhenNothingIsUnderWay) {
-  const int misused = FakeNccl::misused();
+// Whatever the device still has to do.
+TEST(NcclNodes, AreMadeWhileOthersAreUnderWay) {
   GpuWorld world(NodeOf{0, 0, 1});
   world.run([&](int rank, Gpu& gpu, Engine& engine) {
-    Values values(1000);
     std::atomic<bool> go{false};
+    Values values(1000);
     Program other(gpu.device);
     other.hold(go);
     other.compute(values, 1);
@@ -348,12 +346,10 @@ TEST(NcclNodes, AreMadeWhenNothingIsUnderWay) {
     There there(world.ranks, rank, gpu, through("minmax_u8", ReduceOp::kSum), 1000);
     there.compute([](int64_t) { return 1.0f; });
     const HandlePtr handle = there.launch();
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    EXPECT_FALSE(handle->done());
+    finish(engine, handle);
     go = true;
     EXPECT_EQ(there.read(handle), all(1000, 3));
   });
-  EXPECT_EQ(FakeNccl::misused(), misused);
 }
 
 TEST(NcclNodes, AreCapturedOnceTheyAreThere) {
@@ -401,23 +397,25 @@ TEST(NcclNodes, AreCapturedOnceTheyAreThere) {
 
 // ---- where it cannot be ----------------------------------------------------------------------
 
-// What three ranks exchange, and how many of NCCL's operations that took.
+// Each communicator has a size of its own: 4 are all, 3 those of the first node, 2 who lead.
+const NodeOf kThreeAndOne = {0, 0, 0, 1};
+
+// What ranks exchange, and how many of NCCL's operations that took.
 void expect_sums(GpuWorld& world, const Description& how, int at_least, int at_most) {
   const int before = FakeNccl::calls();
   world.run([&](int rank, Gpu& gpu, Engine&) {
     There there(world.ranks, rank, gpu, how, 1000);
     for (int i = 0; i < 2; ++i)
-      EXPECT_EQ(there.exchange([](int64_t) { return 1.0f; }), all(1000, 3)) << how.codec;
+      EXPECT_EQ(there.exchange([](int64_t) { return 1.0f; }), all(1000, 4)) << how.codec;
   });
   EXPECT_GE(FakeNccl::calls() - before, at_least) << how.codec;
   EXPECT_LE(FakeNccl::calls() - before, at_most) << how.codec;
 }
 
 constexpr int kMany = 1 << 30;
-const NodeOf kThree = {0, 0, 1};
 
 Config told(const std::string& level) {
-  Config config = quiet_config(kThree);
+  Config config = quiet_config(kThreeAndOne);
   config.log_level = level;
   return config;
 }
@@ -431,89 +429,106 @@ size_t times(const std::string& text, const std::string& part) {
 TEST(NcclNodes, HowTheyGoIsToldOnce) {
   testing::internal::CaptureStderr();
   {
-    GpuWorld world(kThree, told("info"));
+    GpuWorld world(kThreeAndOne, told("info"));
     expect_sums(world, through("minmax_u8", ReduceOp::kSum), 3, kMany);
   }
   const std::string text = testing::internal::GetCapturedStderr();
-  EXPECT_EQ(times(text, "exact inside nodes: NCCL within, codec between 1 leaders a node"), 3u)
+  EXPECT_EQ(times(text, "exact inside nodes: NCCL within, codec between 1 leaders a node"), 4u)
       << text;
 }
 
-// Only what needs it goes by the host, and the first rank warns.
-TEST(NcclNodes, GoByTheHostWhereNcclDoesNotSplit) {
-  static const NcclLibrary old = [] {
-    NcclLibrary library = FakeNccl::library();
-    library.comm_split = nullptr;
-    return library;
-  }();
-  for (int lacks = 0; lacks < 3; ++lacks) {  // for one of them is enough
-    testing::internal::CaptureStderr();
-    {
-      GpuWorld world(kThree, told("warning"));
-      world.gpus[static_cast<size_t>(lacks)]->own.use_nccl(&old);
+// Expects that only these codecs go by the host, now and later, and that one rank warns of it.
+std::string what_is_told_of_the_host(const std::function<void(GpuWorld&)>& prepare) {
+  testing::internal::CaptureStderr();
+  {
+    GpuWorld world(kThreeAndOne, told("warning"));
+    prepare(world);
+    for (int i = 0; i < 2; ++i) {
       expect_sums(world, through("minmax_u8", ReduceOp::kSum), 0, 0);
-      expect_sums(world, through("", ReduceOp::kSum), 3, kMany);
-      Description everywhere = through("minmax_u8", ReduceOp::kSum);
-      everywhere.exact_in_nodes = false;
-      expect_sums(world, everywhere, 3, kMany);
+      expect_sums(world, through("", ReduceOp::kSum), 2 * 4, 2 * 4);
     }
-    const std::string text = testing::internal::GetCapturedStderr();
-    EXPECT_EQ(times(text, "go by the host's memory: a rank's NCCL has no ncclCommSplit"), 1u)
-        << text;
   }
+  const std::string text = testing::internal::GetCapturedStderr();
+  EXPECT_EQ(times(text, "codecs that are exact inside nodes go by the host's memory"), 1u) << text;
+  EXPECT_EQ(times(text, "arning"), 1u) << text;
+  return text;
 }
 
 TEST(NcclNodes, GoByTheHostWhereAGpuIsTooOldForKernels) {
-  testing::internal::CaptureStderr();
-  {
-    GpuWorld world(kThree, told("warning"));
-    world.gpus[2]->own.be_old();
-    expect_sums(world, through("minmax_u8", ReduceOp::kSum), 0, 0);
-    expect_sums(world, through("", ReduceOp::kSum), 3, kMany);
-  }
-  EXPECT_EQ(times(testing::internal::GetCapturedStderr(), "a rank's GPU is older"), 1u);
+  const std::string text =
+      what_is_told_of_the_host([](GpuWorld& world) { world.gpus[2]->own.be_old(); });
+  EXPECT_CONTAINS(text, "a rank's GPU is older");
 }
 
-// NCCL leaves the group of all in an error then, or for ever at it: nobody may use it again.
-TEST(NcclNodes, WhereASplitFailsOnOneRankNoneUsesNccl) {
-  for (int broken = 0; broken < 3; ++broken)
-    for (const int number : {1, 2})
+// As where NCCL finds no network between two machines, or no way inside one.
+TEST(NcclNodes, GoByTheHostWhereOneDoesNotBegin) {
+  for (const std::vector<int>& members : {std::vector<int>{0, 1, 2}, {0, 3}})
+    for (size_t broken = 0; broken < members.size(); ++broken)
       for (const auto says : {FakeNccl::Says::kAtOnce, FakeNccl::Says::kLater}) {
-        FakeNccl::break_split_on(broken, number, says);
-        const int aborted = FakeNccl::aborted();
-        testing::internal::CaptureStderr();
-        {
-          GpuWorld world(kThree, told("warning"));
-          expect_sums(world, through("", ReduceOp::kSum), 3, kMany);
-          expect_sums(world, through("minmax_u8", ReduceOp::kSum), 0, 0);
-          // All three of them, and of each the part that was about to be.
-          EXPECT_GE(FakeNccl::aborted(), aborted + 6);
-          expect_sums(world, through("", ReduceOp::kSum), 0, 0);
-        }
-        const std::string text = testing::internal::GetCapturedStderr();
-        EXPECT_EQ(times(text, "NCCL is used no more by these ranks"), 1u) << text;
-        EXPECT_CONTAINS(text, "rank " + std::to_string(broken) + ": ncclCommSplit: a fake error");
-        FakeNccl::break_split_on(-1);
+        const int begun = FakeNccl::begun(), aborted = FakeNccl::aborted();
+        const auto size = static_cast<int>(members.size());
+        const std::string text = what_is_told_of_the_host(
+            [&](GpuWorld&) { FakeNccl::break_on(static_cast<int>(broken), says, size); });
+        FakeNccl::break_on(-1);
+        EXPECT_CONTAINS(text,
+                        "rank " + std::to_string(members[broken]) + ": ncclCommInitRankConfig");
+        // In the end all are aborted: those for nodes at once, that of all when the ranks leave.
+        EXPECT_EQ(FakeNccl::begun() - begun, 4 + 3 + (size == 2 ? 2 : 0)) << size;
+        EXPECT_EQ(FakeNccl::aborted() - aborted, FakeNccl::begun() - begun) << size;
       }
 }
 
-TEST(NcclNodes, ADeadPeerEndsTheSplit) {
-  for (const int number : {1, 2}) {
-    FakeNccl::break_split_on(1, number, FakeNccl::Says::kNever);
-    GpuWorld world(NodeOf{0, 0, 1, 1});
+// A rank that gets no id says so, and those that others have got are for the next time.
+TEST(NcclNodes, GoByTheHostWhereNcclGivesNoId) {
+  static const NcclLibrary poor = [] {
+    NcclLibrary library = FakeNccl::library();
+    library.get_unique_id = [](NcclId*) { return NcclResult::kSystemError; };
+    return library;
+  }();
+  const int ids = FakeNccl::ids(), begun = FakeNccl::begun();
+  testing::internal::CaptureStderr();
+  {
+    const NodeOf node_of = {0, 0, 1, 1, 2, 2};
+    Config config = quiet_config(node_of);
+    config.log_level = "warning";
+    GpuWorld world(node_of, config);
+    world.gpus[2]->own.use_nccl(&poor);
+    world.run([&](int rank, Gpu& gpu, Engine& engine) {
+      const auto use = [&](int32_t set, const std::string& codec, float expected) {
+        There there(world.ranks, rank, gpu, through(codec, ReduceOp::kSum), 1000, DType::kF32, set);
+        EXPECT_EQ(there.exchange([](int64_t) { return 1.0f; }), all(1000, expected));
+      };
+      use(0, "minmax_u8", 6);
+      const int32_t most = add_set(engine, {0, 1, 3, 4, 5}), last = add_set(engine, {4, 5});
+      if (rank != 2) use(most, "", 5);
+      if (rank >= 4) use(last, "", 2);
+    });
+  }
+  const std::string text = testing::internal::GetCapturedStderr();
+  EXPECT_CONTAINS(text, "go by the host's memory: rank 2: ncclGetUniqueId failed");
+  EXPECT_EQ(FakeNccl::begun() - begun, 6 + 5 + 2) << "all of each set, and none for nodes";
+  EXPECT_EQ(FakeNccl::ids() - ids, 1 + 2) << "of all, and of two nodes, which others use";
+}
+
+// Of the near ones it is rank 1, whom the others of its node wait for, of the far ones rank 3.
+TEST(NcclNodes, ADeadPeerEndsTheirBeginning) {
+  for (const int dies : {1, 3}) {
+    FakeNccl::break_on(1, FakeNccl::Says::kNever, dies == 1 ? 3 : 2);
+    GpuWorld world(kThreeAndOne);
     world.run([&](int rank, Gpu& gpu, Engine& engine) {
       Values& values = gpu.lasting(1000);
       RequestPtr request = allreduce_of("x", values);
       request->description.codec = "minmax_u8";
       request->description.exact_in_nodes = true;
       const auto handle = gpu.submit(engine, request);
-      if (rank == 1) {
+      if (rank == dies) {
         std::this_thread::sleep_for(std::chrono::milliseconds(300));  // its engine is in the middle
         return world.ranks.die(rank);
       }
-      EXPECT_CONTAINS(error_of<PeerError>([&] { finish(engine, handle); }), "rank 1");
+      EXPECT_CONTAINS(error_of<PeerError>([&] { finish(engine, handle); }),
+                      "rank " + std::to_string(dies));
     });
-    FakeNccl::break_split_on(-1);
+    FakeNccl::break_on(-1);
   }
 }
 
@@ -555,29 +570,32 @@ TEST(NcclNodes, ADeadPeerEndsWhatIsUnderWay) {
   }
 }
 
-// As where the network breaks between two machines only.
+// As where the network breaks between two machines only, or inside one.
 TEST(NcclNodes, WhatNcclNoticesOfAPartIsAPeerError) {
-  std::atomic<bool> go{false};
-  GpuWorld world(NodeOf{0, 0, 1, 1});
-  world.run([&](int, Gpu& gpu, Engine& engine) {
-    Values& values = gpu.lasting(5000);
-    gpu.compute(values, 1);
-    RequestPtr request = allreduce_of("x", values);
-    request->description.codec = "minmax_u8";
-    request->description.exact_in_nodes = true;
-    EXPECT_EQ(gpu.exchange(engine, request, values), all(values.size(), 4));
-    sum_of_ones(engine, "all are here");
-    FakeNccl::break_part_of(3);
-    gpu.hold(go);
-    RequestPtr plain = allreduce_of("y", values);
-    EXPECT_TRUE(engine.wait(*gpu.submit(engine, plain), kHangS));
-    const double late_s = now_s() + kHangS;
-    while (!engine.failure() && now_s() < late_s) std::this_thread::yield();
-    ASSERT_TRUE(engine.failure());
-    EXPECT_EQ(engine.failure()->kind, ErrorKind::kPeer);
-  });
-  go = true;
-  FakeNccl::break_part_of(-1);
+  for (const int size : {3, 2}) {
+    std::atomic<bool> go{false};
+    std::atomic<int> here{0};
+    GpuWorld world(kThreeAndOne);
+    world.run([&](int, Gpu& gpu, Engine& engine) {
+      Values& values = gpu.lasting(5000);
+      gpu.compute(values, 1);
+      RequestPtr request = allreduce_of("x", values);
+      request->description.codec = "minmax_u8";
+      request->description.exact_in_nodes = true;
+      EXPECT_EQ(gpu.exchange(engine, request, values), all(values.size(), 4));
+      gpu.hold(go);
+      RequestPtr plain = allreduce_of("y", values);
+      EXPECT_TRUE(engine.wait(*gpu.submit(engine, plain), kHangS));
+      for (++here; here < 4;) std::this_thread::yield();
+      FakeNccl::lose_peers_of(size);
+      const double late_s = now_s() + kHangS;
+      while (!engine.failure() && now_s() < late_s) std::this_thread::yield();
+      ASSERT_TRUE(engine.failure());
+      EXPECT_EQ(engine.failure()->kind, ErrorKind::kPeer);
+    });
+    go = true;
+    FakeNccl::lose_peers_of(0);
+  }
 }
 
 }  // namespace
