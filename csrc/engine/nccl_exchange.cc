@@ -63,6 +63,7 @@ NcclExchange::NcclExchange(const NcclLibrary* library, Device* device, const Con
                            Tell tell)
     : library_(library),
       device_(device),
+      wanted_(config.nccl),
       shares_(config.nccl_shares_gpu),
       allowed_(config.allow_shared_gpu),
       tell_(std::move(tell)),
@@ -105,7 +106,7 @@ void NcclExchange::agree(int32_t set, const TellAll& tell_all) {
     return;
   }
   std::string why_not = obstacle(cards);
-  const bool was_to_be = (i == j || why_not.empty()) && library_ && group_->me() == 0;
+  const bool was_to_be = (i == j || why_not.empty()) && wanted_ && group_->me() == 0;
   if (why_not.empty()) agreed.all = connect(everyone, cards[0].id, why_not);
   if (!agreed.all)
     return tell_(was_to_be ? LogLevel::kWarning : LogLevel::kInfo, "NCCL is not used: " + why_not);

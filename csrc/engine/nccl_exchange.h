@@ -103,7 +103,7 @@ class NcclExchange {
 
   const NcclLibrary* const library_;
   Device* const device_;
-  const bool shares_, allowed_;
+  const bool wanted_, shares_, allowed_;
   const Tell tell_;
   const Device::Stream stream_;
   Device::Stream captured_ = nullptr;  // where others capture our work

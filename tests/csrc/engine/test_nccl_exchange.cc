@@ -298,6 +298,32 @@ TEST(NcclExchange, GoesByTheHostWhereItMust) {
   }
 }
 
+// GPUs without NCCL are slow, and nobody would see why.
+TEST(NcclExchange, OneRankWarnsWhereItIsMissing) {
+  for (const bool wanted : {true, false}) {
+    testing::internal::CaptureStderr();
+    {
+      Config config = quiet_config();
+      config.log_level = "warning";
+      config.nccl = wanted;
+      GpuWorld world(2, /*has_nccl=*/false, config);
+      world.run([&](int, Gpu& gpu, Engine& engine) {
+        for (int i = 0; i < 2; ++i) {
+          std::vector<float>& values = gpu.lasting(10);
+          gpu.compute(values, 1);
+          EXPECT_EQ(gpu.exchange(engine, allreduce_of("x", values), values)[0], 2);
+        }
+      });
+    }
+    const std::string text = testing::internal::GetCapturedStderr();
+    const std::string why = "NCCL is not used: not all ranks have it";
+    const size_t first = text.find(why);
+    EXPECT_EQ(first != std::string::npos, wanted) << text;
+    const size_t second = wanted ? text.find(why, first + 1) : first;
+    EXPECT_EQ(second, std::string::npos) << text;
+  }
+}
+
 TEST(NcclExchange, RanksThatAreInDifferentPlacesAreTold) {
   Gpu gpu;
   LoopbackWorld world(2);
