@@ -81,10 +81,11 @@ class CMakeBuild(build_ext):
         self.configure(cmake, build_dir, wrapper)
         jobs = ["--parallel", str(self.parallel or os.cpu_count() or 1)]
         subprocess.run([cmake, "--build", build_dir, *jobs], check=True)
-        # The C++ tests link what was compiled last.
+        # The C++ tests link what was compiled last, which may be while they do.
         last = ROOT / "build" / "extension"
-        last.unlink(missing_ok=True)
-        last.symlink_to(tag)
+        if not last.is_symlink() or last.readlink() != Path(tag):
+            last.unlink(missing_ok=True)
+            last.symlink_to(tag)
         target.parent.mkdir(parents=True, exist_ok=True)
         # Replaced, not overwritten: a process that has the old one mapped keeps it.
         fresh = target.with_suffix(".new")
