@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
-from bagua.algorithms.exchange import CODECS, LOSSY, TIMES, Exchange, check_kinds, said
+from bagua.algorithms.exchange import CODECS, LOSSY, TIMES, Exchange, as_written, check_kinds
 from bagua.algorithms.other_names import here
 from bagua.common.config import nearest
 from bagua.common.errors import UsageError
@@ -109,12 +109,12 @@ class Algorithm:
                     f"{self.codec!r}; leave it out"
                 )
 
-    __repr__ = said
+    __repr__ = as_written
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__repr__" not in vars(cls):
-            cls.__repr__ = said  # type: ignore[assignment]  # dataclass() leaves it as it is
+            cls.__repr__ = as_written  # type: ignore[assignment]  # dataclass() leaves it as it is
 
     def plan(self, bucket: BucketInfo, world: Ranks, step: int) -> Exchange:
         """What to do with this bucket; the same on every rank.

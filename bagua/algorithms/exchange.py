@@ -68,16 +68,16 @@ def check_kinds(choices: Any) -> None:
             raise UsageError(f"{field.name} is {said}, not {value!r}")
 
 
-def said(choices: Any) -> str:
+def as_written(choices: Any) -> str:
     """A dataclass as one would write it; the same in every process, also with a function in it."""
 
-    def written(value: Any) -> str:
+    def said(value: Any) -> str:
         if not callable(value):
             return repr(value)
         return str(getattr(value, "__qualname__", type(value).__qualname__))
 
     chosen = [
-        f"{f.name}={written(value)}"
+        f"{f.name}={said(value)}"
         for f in fields(choices)
         if (value := getattr(choices, f.name)) != f.default
     ]
@@ -105,7 +105,7 @@ class Exchange:
     outer_momentum: float = 0.0
     sync_interval_ms: float = 0.0  # background: the pause between two exchanges
 
-    __repr__ = said
+    __repr__ = as_written
 
     def __post_init__(self) -> None:
         check_kinds(self)
