@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bagua.algorithms import Exchange
 from bagua.common.errors import LeftError
 from bagua.common.kinds import Urgency
 from bagua.common.objects import allgather_object
@@ -98,7 +99,7 @@ class Background(BetweenSteps):
         name = self.standing.name(f"weights.{self._generation}.marker")
         self._marker = Piece(name, [("", torch.zeros(1))], self._exchange, self._process_set)
 
-    def _piece_nbytes(self) -> float:
+    def _piece_nbytes(self, exchange: Exchange) -> float:
         return 1 << 20  # what others must wait for at most
 
     def _end(self, finish: Callable[[], None]) -> None:

@@ -191,30 +191,26 @@ class BetweenSteps:
         dtype = dtype_name(params[0].dtype) if params else "float32"
         prefix = self.standing.name(f"weights.{self._generation}")
         info = BucketInfo(prefix, 0, dtype, count, sum(p.nbytes for p in params))
-        before = self._exchange
-        try:
-            with self.standing.laying_out("plan", shared=(UsageError,)):
-                self._exchange = planned(self.algorithm, info, world(), self._step)
-                makes = pieces_of(
-                    prefix,
-                    named,
-                    self._exchange,
-                    self._process_set,
-                    self._piece_nbytes(),
-                    self.rounds,
-                    self.algorithm.keeps_exact,
-                )
-        except BaseException:
-            self._exchange = before  # as the pieces that there are have it
-            raise
+        with self.standing.laying_out("plan", shared=(UsageError,)):
+            exchange = planned(self.algorithm, info, world(), self._step)
+            makes = pieces_of(
+                prefix,
+                named,
+                exchange,
+                self._process_set,
+                self._piece_nbytes(exchange),
+                self.rounds,
+                self.algorithm.keeps_exact,
+            )
         with self.standing.laying_out("weights"):
+            self._exchange = exchange
             self._pieces = [make() for make in makes]
             self._start_over()
 
     def _start_over(self) -> None:
         """What is kept beside the pieces, which are new."""
 
-    def _piece_nbytes(self) -> float:
+    def _piece_nbytes(self, exchange: Exchange) -> float:
         """What is exchanged at a time, at most, if it is more than one parameter."""
         return float(world().config.bucket_mb * 2**20)
 

@@ -7,6 +7,7 @@ import math
 
 import torch
 
+from bagua.algorithms import Exchange
 from bagua.common.errors import BaguaError
 from bagua.common.kinds import Urgency
 from bagua.common.warn import warn
@@ -92,14 +93,18 @@ class Mixing(BetweenSteps):
 
     def _settles_early(self) -> bool:
         """Whether this rank alone encodes its values, and so has its new ones at once."""
-        exchange = self._exchange  # of most nothing is encoded, and nobody has to be counted
+        return self._encodes_alone(self._exchange)
+
+    def _encodes_alone(self, exchange: Exchange) -> bool:
+        # Of most nothing is encoded, and nobody has to be counted.
         return bool(exchange.mirrors) and world().encodes_alone(
             exchange.hierarchical, self._process_set
         )
 
-    def _piece_nbytes(self) -> float:
+    def _piece_nbytes(self, exchange: Exchange) -> float:
         # In shared memory the next piece would wait for the neighbors of this one.
-        return math.inf if self._settles_early() else super()._piece_nbytes()
+        alone = self._encodes_alone(exchange)
+        return math.inf if alone else super()._piece_nbytes(exchange)
 
     def _kept(self) -> Kept:
         if self._exchange.mirrors:

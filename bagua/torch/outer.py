@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from bagua.algorithms import Exchange
 from bagua.common.kinds import Urgency
 from bagua.torch.between_steps import BetweenSteps, Kept
 from bagua.torch.pieces import land_all
@@ -113,8 +114,8 @@ class Outer(BetweenSteps):
                 momentum = self._momentum[number].mul_(beta).add_(piece.flat)
                 common.sub_(momentum, alpha=lr * beta)
 
-    def _piece_nbytes(self) -> float:
-        return min(super()._piece_nbytes(), _PIECE_NBYTES)
+    def _piece_nbytes(self, exchange: Exchange) -> float:
+        return min(super()._piece_nbytes(exchange), _PIECE_NBYTES)
 
     def _land(self) -> None:
         self._launched = False
