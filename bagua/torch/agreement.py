@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bagua.algorithms import Algorithm, BucketInfo
+from bagua.algorithms import Algorithm
 from bagua.algorithms.answers import of_parameter, planned
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
@@ -16,7 +16,7 @@ from bagua.common.objects import allgather_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.warn import warn
 from bagua.common.world import world
-from bagua.torch.arrays import dtype_name
+from bagua.torch.bucket_plan import info_alone
 from bagua.torch.own import is_own
 from bagua.torch.safety import checksum_of
 
@@ -129,8 +129,7 @@ def _choices(algorithm: Algorithm, names: Mapping[torch.Tensor, str]) -> dict[st
         how = f"{one!r}{', exactly' if one.keeps_exact(name, shape) else ''}"
         if type(one).plan is Algorithm.plan:
             return how
-        alone = BucketInfo(name, 0, dtype_name(param.dtype), param.numel(), param.nbytes)
-        return f"{how} with {planned(one, alone, world(), 0)!r}"
+        return f"{how} with {planned(one, info_alone(name, param), world(), 0)!r}"
 
     return {name: of(name, param) for param, name in names.items() if not is_own(param)}
 

@@ -126,6 +126,11 @@ class Plan:
         return partial(kind, name, info, slots, dtype, exchange, *shared)
 
 
+def info_alone(name: str, param: torch.Tensor) -> BucketInfo:
+    """What a plan is told of a parameter that has a bucket for itself, or none."""
+    return BucketInfo(name, 0, dtype_name(param.dtype), param.numel(), param.nbytes)
+
+
 def _large_until(slots: list[Slot], small_nbytes: int) -> int:
     """How many there are without the last ones, as many as are together as small as that."""
     count = len(slots)

@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 
-from bagua.algorithms import BucketInfo
 from bagua.common.errors import BaguaError
 from bagua.common.kinds import Kind, ReduceOp
 from bagua.common.requests import refuse_quietly
 from bagua.torch import ops
-from bagua.torch.arrays import dtype_name
-from bagua.torch.bucket_plan import Plan
+from bagua.torch.bucket_plan import Plan, info_alone
 from bagua.torch.buckets import Watch
 from bagua.torch.slot import Slot
 
@@ -89,9 +87,7 @@ class Loose:
     def _op_of(self, slot: Slot) -> ReduceOp:
         if slot not in self._ops:
             self._plan.choose(slot)
-            param = slot.param
-            dtype, count = dtype_name(param.dtype), param.numel()
-            info = BucketInfo(self._name_of(slot), 0, dtype, count, count * param.element_size())
+            info = info_alone(self._name_of(slot), slot.param)
             self._ops[slot] = self._plan.exchange_of(slot, info).op
         return self._ops[slot]
 
