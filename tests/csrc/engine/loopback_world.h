@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <memory>
 #include <set>
@@ -264,6 +265,14 @@ std::string error_of(Body&& body) {
     ADD_FAILURE() << "another error than expected: " << error.what();
   }
   return "";
+}
+
+// The failure that ends an engine; null if none comes in time.
+inline FailurePtr wait_for_failure(Engine& engine) {
+  const double late_s = now_s() + kHangS;
+  while (!engine.failure() && now_s() < late_s)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return engine.failure();
 }
 
 #define EXPECT_CONTAINS(text, part)                          \

@@ -510,6 +510,13 @@ TEST(NcclNodes, GoByTheHostWhereNcclGivesNoId) {
   EXPECT_EQ(FakeNccl::ids() - ids, 1 + 2) << "of all, and of two nodes, which others use";
 }
 
+RequestPtr coded_sum_of(Values& values) {
+  RequestPtr request = allreduce_of("x", values);
+  request->description.codec = "minmax_u8";
+  request->description.exact_in_nodes = true;
+  return request;
+}
+
 // Of the near ones it is rank 1, whom the others of its node wait for, of the far ones rank 3.
 TEST(NcclNodes, ADeadPeerEndsTheirBeginning) {
   for (const int dies : {1, 3}) {
@@ -517,10 +524,7 @@ TEST(NcclNodes, ADeadPeerEndsTheirBeginning) {
     GpuWorld world(kThreeAndOne);
     world.run([&](int rank, Gpu& gpu, Engine& engine) {
       Values& values = gpu.lasting(1000);
-      RequestPtr request = allreduce_of("x", values);
-      request->description.codec = "minmax_u8";
-      request->description.exact_in_nodes = true;
-      const auto handle = gpu.submit(engine, request);
+      const auto handle = gpu.submit(engine, coded_sum_of(values));
       if (rank == dies) {
         std::this_thread::sleep_for(std::chrono::milliseconds(300));  // its engine is in the middle
         return world.ranks.die(rank);
@@ -541,10 +545,7 @@ TEST(NcclNodes, ADeadPeerEndsWhatIsUnderWay) {
     world.run([&](int rank, Gpu& gpu, Engine& engine) {
       Values& values = gpu.lasting(5000);
       const auto submit = [&] {
-        RequestPtr request = allreduce_of("x", values);
-        request->description.codec = "minmax_u8";
-        request->description.exact_in_nodes = true;
-        return gpu.submit(engine, request, Urgency::kWaited);
+        return gpu.submit(engine, coded_sum_of(values), Urgency::kWaited);
       };
       gpu.compute(values, 1);
       EXPECT_EQ(gpu.read(engine, submit(), values), all(values.size(), 4));
@@ -558,11 +559,10 @@ TEST(NcclNodes, ADeadPeerEndsWhatIsUnderWay) {
         gpu.device.fail();
         return world.ranks.die(rank);
       }
-      const double late_s = now_s() + kHangS;
-      while (!engine.failure() && now_s() < late_s) std::this_thread::yield();
-      ASSERT_TRUE(engine.failure());
-      EXPECT_EQ(engine.failure()->kind, ErrorKind::kPeer);
-      EXPECT_CONTAINS(engine.failure()->what, "rank " + std::to_string(dies));
+      const FailurePtr failure = wait_for_failure(engine);
+      ASSERT_TRUE(failure);
+      EXPECT_EQ(failure->kind, ErrorKind::kPeer);
+      EXPECT_CONTAINS(failure->what, "rank " + std::to_string(dies));
       handle->make_follow(gpu.stream);
       gpu.device.drain(gpu.stream);  // nothing on the device waits for ever
     });
@@ -579,19 +579,15 @@ TEST(NcclNodes, WhatNcclNoticesOfAPartIsAPeerError) {
     world.run([&](int, Gpu& gpu, Engine& engine) {
       Values& values = gpu.lasting(5000);
       gpu.compute(values, 1);
-      RequestPtr request = allreduce_of("x", values);
-      request->description.codec = "minmax_u8";
-      request->description.exact_in_nodes = true;
-      EXPECT_EQ(gpu.exchange(engine, request, values), all(values.size(), 4));
+      EXPECT_EQ(gpu.exchange(engine, coded_sum_of(values), values), all(values.size(), 4));
       gpu.hold(go);
       RequestPtr plain = allreduce_of("y", values);
       EXPECT_TRUE(engine.wait(*gpu.submit(engine, plain), kHangS));
       for (++here; here < 4;) std::this_thread::yield();
       FakeNccl::lose_peers_of(size);
-      const double late_s = now_s() + kHangS;
-      while (!engine.failure() && now_s() < late_s) std::this_thread::yield();
-      ASSERT_TRUE(engine.failure());
-      EXPECT_EQ(engine.failure()->kind, ErrorKind::kPeer);
+      const FailurePtr failure = wait_for_failure(engine);
+      ASSERT_TRUE(failure);
+      EXPECT_EQ(failure->kind, ErrorKind::kPeer);
     });
     go = true;
     FakeNccl::lose_peers_of(0);
