@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -20,29 +20,32 @@ from bagua.torch.bucket_plan import info_alone
 from bagua.torch.own import is_own
 from bagua.torch.safety import checksum_of
 
+Found = tuple[Algorithm, Mapping[torch.Tensor, str]]
 
-def check_algorithm(
-    algorithm: Algorithm,
+
+def checked_algorithm(
+    find: Callable[[], Found],
     steps: int,
     in_step: bool,
     of_gradients: dict[str, Any],
-    names: Mapping[torch.Tensor, str],
     name: str,
     process_set: ProcessSet,
-) -> int:
-    """Ranks that communicate in other ways, or from another step on, must hear so by name.
+) -> tuple[Algorithm, Mapping[torch.Tensor, str], int]:
+    """The algorithm that `find` finds, names of what it is for, and after how many steps it comes.
 
-    Those that were not `in_step` go on where the first of them is: after so many steps.
+    Ranks that communicate in other ways, or from another step on, must hear so by name, and of one
+    that finds none, too. Those that were not `in_step` go on where the first of them is.
     """
-    _check_combination(algorithm, of_gradients["compression"], of_gradients["op"])
-    error, wrong, choices = None, "", {}
+    error, wrong, what, choices, settings = None, "", "what is chosen", {}, {}
     try:
-        choices = _choices(algorithm, names)
+        algorithm, names = find()
+        what = repr(algorithm)
+        _check_combination(algorithm, of_gradients["compression"], of_gradients["op"])
+        choices, settings = _choices(algorithm, names), _settings(of_gradients, names)
     except Exception as failed:  # may be so on this rank alone
         error, wrong = failed, f"{type(failed).__name__}: {failed}"
     checksum = checksum_of(repr(choices))
-    mine = (wrong, repr(algorithm), steps, _settings(of_gradients, names), checksum)
-    everyone = allgather_object(mine, name, process_set)
+    everyone = allgather_object((wrong, what, steps, settings, checksum), name, process_set)
     if error is not None:
         raise error
     _, first, first_steps, first_settings, _ = everyone[0]
@@ -65,7 +68,7 @@ def check_algorithm(
             )
     if len({checksum for *_, checksum in everyone}) > 1:
         _tell_choices(allgather_object(choices, f"{name}.choices", process_set), process_set)
-    return max(their_steps for _, _, their_steps, *_ in everyone)
+    return algorithm, names, max(their_steps for _, _, their_steps, *_ in everyone)
 
 
 def _check_combination(algorithm: Algorithm, compression: Any, op: ReduceOp | None) -> None:

@@ -5,7 +5,7 @@ the result, which mixing.py, background.py and outer.py say. Backward is left al
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from bagua.common.errors import UsageError
 from bagua.common.kinds import Average
 from bagua.common.warn import warn
 from bagua.common.world import world
-from bagua.torch import capture, kept, moments, ops
+from bagua.torch import capture, joined, kept, moments, ops
 from bagua.torch.agreement import check_hyperparameters, hyperparameters
 from bagua.torch.arrays import dtype_name
 from bagua.torch.checks import check_parameters, checked_names
@@ -64,7 +64,8 @@ class BetweenSteps:
         self._generation = 0  # of the pieces there are
         self._step = step
         self.rounds = 0  # exchanges so far
-        self._root = standing.process_set.ranks[0]  # whose weights all begin with
+        self._settled = 0  # times
+        self._root = standing.process_set.ranks[0]  # whose weights all begin with, if it is there
         self._all_params: list[torch.Tensor] = []
         self._required: list[bool] = []
         self._shared: Named = []  # those that are exchanged, in their order
@@ -115,8 +116,9 @@ class BetweenSteps:
         everything = [p for params in lists for p in params]
         shared = [p for p in everything if p.requires_grad and not is_own(p)]
         named = [(self._name(param), param) for param in shared]
-        # If that is an error it is one the next time, too.
-        check_parameters(named, self.standing.name("parameters"), self._process_set)
+        # If that is an error it is one the next time, too. Who has joined is asked when it is back.
+        if len(self._present()) == self._process_set.size():
+            check_parameters(named, self.standing.name("parameters"), self._process_set)
         if self._begun:
             self.settle()  # what ranks have learned by themselves is not lost
         self._land()
@@ -141,6 +143,7 @@ class BetweenSteps:
                 # Where parameters share memory it must not be multiplied twice.
                 torch._foreach_copy_(params, torch._foreach_mul(params, present))
             self._all_equal()
+        self._settled += 1
         self._note(differ=False)
 
     def _note(self, differ: bool) -> None:
@@ -191,7 +194,8 @@ class BetweenSteps:
         dtype = dtype_name(params[0].dtype) if params else "float32"
         prefix = self.standing.name(f"weights.{self._generation}")
         info = BucketInfo(prefix, 0, dtype, count, sum(p.nbytes for p in params))
-        with self.standing.laying_out("plan", shared=(UsageError,)):
+
+        def plan() -> tuple[Exchange, list[Callable[[], Piece]]]:
             exchange = planned(self.algorithm, info, world(), self._step)
             makes = pieces_of(
                 prefix,
@@ -202,6 +206,9 @@ class BetweenSteps:
                 self.rounds,
                 self.algorithm.keeps_exact,
             )
+            return exchange, makes
+
+        exchange, makes = self.standing.planned(plan)
         with self.standing.laying_out("weights"):
             self._exchange = exchange
             self._pieces = [make() for make in makes]
@@ -271,10 +278,15 @@ class BetweenSteps:
             self._restore(loaded["values"])
         else:
             params = [param.data for piece in self._pieces for param in piece.params]
-            name = self.standing.name("begin")
-            ops.grouped_broadcast_(params, self._root, name=name, process_set=self._process_set)
+            present, name = self._present(), self.standing.name("begin")
+            root = self._root if self._root in present else present[0]
+            ops.grouped_broadcast_(params, root, name=name, process_set=self._process_set)
             self._all_equal()
         self._loaded, self._begun = None, True
+
+    def _present(self) -> list[int]:
+        """The ranks that have not joined."""
+        return joined.present(self.standing.name("present"), self._process_set)
 
     def _compare_rules(self) -> None:
         """Tells which ranks step by another learning rate, or whatever else there is."""
@@ -328,7 +340,7 @@ class BetweenSteps:
     @property
     def place(self) -> object:
         """What ranks must have in common, but their steps and rounds."""
-        return self._generation, self._begun
+        return self._generation, self._begun, self._settled
 
     def begin_from(self, root: int) -> None:
         """Before the first step: with whose weights."""

@@ -51,20 +51,14 @@ class Plan:
         self.generation = 0  # of the buckets there are
 
     def buckets(self, runs: Sequence[Sequence[Slot]], cut: bool) -> list[Callable[[], Bucket]]:
-        """What makes buckets over runs of slots, in order of readiness; `cut` splits a run by size.
-
-        What is wrong with a plan is so on every rank, which then goes on as it was.
-        """
+        """What makes buckets over runs of slots, in order of readiness; `cut`: by size, too."""
         self.generation = self.standing.generation()
-        before = {slot: (slot.algorithm, slot.exact) for run in runs for slot in run}
-        try:
-            with self.standing.laying_out("plan", shared=(UsageError,)):
-                parts = [slots for run in runs for slots in self._split(run, cut)]
-                return [self._bucket(index, slots) for index, slots in enumerate(parts)]
-        except BaseException:
-            for slot, (algorithm, exact) in before.items():
-                slot.algorithm, slot.exact = algorithm, exact
-            raise
+
+        def plan() -> list[Callable[[], Bucket]]:
+            parts = [slots for run in runs for slots in self._split(run, cut)]
+            return [self._bucket(index, slots) for index, slots in enumerate(parts)]
+
+        return self.standing.planned(plan)
 
     def _split(self, run: Sequence[Slot], cut: bool) -> list[list[Slot]]:
         """The run by device, element type and algorithm, and by size.

@@ -61,7 +61,7 @@ def broadcast_parameters(
     if not isinstance(items, Iterable):
         raise UsageError(f"broadcast_parameters takes model.state_dict(), not {params!r}")
     own = OwnMemory()
-    distinct: dict[Any, tuple[str, torch.Tensor]] = {}
+    tensors: list[tuple[str, torch.Tensor]] = []
     for item in items:
         if not isinstance(item, tuple) or len(item) != 2:
             raise UsageError(
@@ -70,8 +70,10 @@ def broadcast_parameters(
             )
         name, tensor = item
         if isinstance(tensor, torch.Tensor) and not own.has(tensor):
-            distinct.setdefault(_memory_of(tensor), (str(name), tensor))
-    named = sorted(distinct.values(), key=lambda pair: pair[0])  # ranks may differ in their order
+            tensors.append((str(name), tensor))
+    tensors.sort(key=lambda pair: pair[0])  # ranks may differ in their order
+    distinct = {_memory_of(tensor): (name, tensor) for name, tensor in reversed(tensors)}
+    named = list(distinct.values())[::-1]
     check_alike(named, process_set)
     broadcast_all([tensor for _, tensor in named], root_rank, process_set)
 

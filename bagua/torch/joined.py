@@ -5,6 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import numpy as np
+
+from bagua.common.kinds import ReduceOp
+from bagua.common.numpy_ops import allreduce
 from bagua.common.objects import allgather_object
 from bagua.common.process_set import ProcessSet
 
@@ -14,6 +18,13 @@ _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 def note(optimizer: Any) -> None:
     """Its ranks may join."""
     _optimizers.add(optimizer)
+
+
+def present(name: str, process_set: ProcessSet) -> list[int]:
+    """The ranks of the set that have not joined."""
+    here = np.arange(process_set.size()) == process_set.rank()
+    here = allreduce(here.astype(np.uint8), name=name, op=ReduceOp.Max, process_set=process_set)
+    return [rank for rank, is_here in zip(process_set.ranks, here) if is_here]
 
 
 def meet(process_set: ProcessSet) -> None:

@@ -28,6 +28,11 @@ class Mixing(BetweenSteps):
     _under_way = False
     _versions = 0  # of the weights that travel
 
+    @property
+    def place(self) -> object:
+        """Who has an average under way, or has used it, waits for nobody's."""
+        return super().place, self._under_way, self._mixed
+
     def synchronize(self) -> None:
         super().synchronize()
         if self._exchange.when == "forward" and self._due() and not self._mixed:

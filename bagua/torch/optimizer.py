@@ -16,7 +16,7 @@ from bagua.common.process_set import ProcessSet, checked, global_process_set
 from bagua.common.requests import reduce_op
 from bagua.common.world import world
 from bagua.torch import alone, capture, choice, joined, kept, safety
-from bagua.torch.agreement import check_algorithm
+from bagua.torch.agreement import checked_algorithm
 from bagua.torch.background import Background
 from bagua.torch.between_steps import BetweenSteps
 from bagua.torch.bucket_plan import fold_of
@@ -273,14 +273,18 @@ class DistributedOptimizer(Wrapped):
 
     def _checked(self, algorithm: Choice, in_step: bool) -> tuple[Algorithm, int]:
         """It, and after how many steps with the one before all ranks go on with it."""
-        found = choice.resolved(algorithm, self.inner)
-        found = choice.with_codec(found, self._of_gradients["compression"])
-        fold_of(self.inner, found)  # is an error now and not after a warm-up
-        steps = self._step - self._since
-        names = checked_names(self.inner, self._named)
+
+        def find() -> tuple[Algorithm, dict[torch.Tensor, str]]:
+            found = choice.resolved(algorithm, self.inner)
+            found = choice.with_codec(found, self._of_gradients["compression"])
+            fold_of(self.inner, found)  # is an error now and not after a warm-up
+            return found, checked_names(self.inner, self._named)
+
         settings = {**self._of_gradients, "backward_passes_per_step": self._passes}
-        name, group = self._standing.name, self._process_set
-        steps = check_algorithm(found, steps, in_step, settings, names, name("algorithm"), group)
+        name, group, steps = self._standing.name, self._process_set, self._step - self._since
+        found, names, steps = checked_algorithm(
+            find, steps, in_step, settings, name("algorithm"), group
+        )
         choice.tell_what_matches_nothing(found, names.values(), group)
         op: Any = self._of_gradients["op"]
         check_own([(of, param) for param, of in names.items()], found, op, name("own"), group)
@@ -321,13 +325,8 @@ class DistributedOptimizer(Wrapped):
                 now.hand_over()
             else:
                 now.settle()
+            self._change_to(wanted)  # or all stay what they were
             now.close()
-            try:
-                self._change_to(wanted)
-            except UsageError:  # on all ranks, who go on as before, unless this one cannot
-                if not self._standing.withdrawn:
-                    self._change_to(now.algorithm)
-                raise
         if self._loaded is not None:
             self._driver.load_state(self._loaded, self._step)
             self._loaded = None

@@ -3,7 +3,8 @@ does whatever keeps one from laying out something anew when all do.
 
 What such a rank had begun cannot be told, line by line, and its next exchange must not be taken for
 the one that others wait for. So it withdraws for good from whatever has names like its optimizer's,
-and says so at once; who goes on wraps the optimizer anew, on every rank.
+and says so at once; who goes on wraps the optimizer anew, on every rank. What has not changed
+anything yet may fail on one rank: then it does on all, who stay what they were.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
+import numpy as np
+
 from bagua.common.core import core
 from bagua.common.errors import BaguaError, UsageError
-from bagua.common.objects import broadcast_object
+from bagua.common.kinds import ReduceOp
+from bagua.common.numpy_ops import allreduce
+from bagua.common.objects import allgather_object, broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.world import world
 
@@ -25,6 +30,7 @@ _REMEDY = (
     "on every rank, and broadcast_parameters() or load a checkpoint"
 )
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_Plan = TypeVar("_Plan")
 _numbers = itertools.count()  # of optimizers
 
 
@@ -66,24 +72,52 @@ class Standing:
             core.withdraw(world().engine, f"{self.prefix}.", self.process_set._id(), self._problem)
         self.withdrawn = True
 
-    @contextlib.contextmanager
-    def laying_out(self, what: str, shared: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-        """All ranks do at once, and would wait for one that could not, mostly for want of memory.
+    def planned(self, plan: Callable[[], _Plan]) -> _Plan:
+        """What all ranks plan at once, before they change anything: if one cannot, nobody does."""
+        made, failed, why = None, None, ""
+        try:
+            made = plan()
+        except Exception as error:
+            failed, why = error, _in_a_line(error)
+        try:
+            problem = self._problem_of_any("plan", why)
+        except BaguaError:
+            if failed is None:
+                raise
+        if failed is not None:
+            raise failed
+        if problem:
+            raise UsageError(f"{self.prefix}: what is planned fails on {problem}")
+        return cast(_Plan, made)
 
-        Errors that are `shared` come on all of them.
-        """
+    def _problem_of_any(self, what: str, mine: str) -> str:
+        """And whose it is. Costs a byte where nobody has one; who has joined takes part."""
+        name, group = self.name(what), self.process_set
+        flag = np.array([bool(mine)], np.uint8)
+        if not allreduce(flag, name=f"{name}.any", op=ReduceOp.Max, process_set=group)[0]:
+            return ""
+        try:
+            everyone = allgather_object(mine, name, group)
+        except UsageError:
+            return "a rank, which tells"
+        return next(f"rank {rank}: {text}" for rank, text in zip(group.ranks, everyone) if text)
+
+    @contextlib.contextmanager
+    def laying_out(self, what: str) -> Iterator[None]:
+        """All ranks do at once, and would wait for one that cannot, mostly for want of memory."""
         try:
             yield
-        except shared:
-            raise
         except Exception as error:
-            why = str(error).partition("\n")[0]
-            self.withdraw(f"could not make its {what} ({type(error).__name__}: {why})")
+            self.withdraw(f"could not make its {what} ({_in_a_line(error)})")
             raise
 
     def check(self) -> None:
         if self.withdrawn:
             raise UsageError(f"{self.prefix}: this rank {self._problem}")
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _guard(method: _Method, runs_users_code: bool) -> _Method:

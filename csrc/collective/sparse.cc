@@ -103,6 +103,8 @@ void densely(const Floats& floats, const std::vector<Stretch>& segments, int64_t
   exact.arrived = job.arrived;
   exact.crew = job.crew;
   exact.chosen = job.chosen;
+  exact.in_company = job.in_company;
+  exact.weights = job.weights;
   exact.between_nodes = job.between_nodes;
   const Collective& row = choose_collective(OpKind::kAllreduce, exact, job.between_nodes);
   if (job.chosen) job.chosen(row, exact);

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from bagua.algorithms import Algorithm
+from bagua.algorithms import Algorithm, TopK
+from bagua.common.errors import UsageError
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
@@ -109,45 +110,110 @@ def test_a_rank_whose_own_algorithm_fails(everyone, hvd, monkeypatch, method):
         wrap(hvd, partial(torch.optim.SGD, lr=0.1), algorithm=Plans())
 
 
+def test_a_choice_that_is_wrong_on_one_rank(everyone, hvd):
+    """Before it can be compared: it is no algorithm, or none for that optimizer."""
+    last, params = everyone.size - 1, [nn.Parameter(torch.zeros(8))]
+    with_momentum = torch.optim.SGD(params, lr=0.1, momentum=0.9 if everyone.me == last else 0.0)
+    optimizer = hvd.DistributedOptimizer(with_momentum)
+    whose = "" if everyone.me == last else rf"what is chosen fails on rank {last}: UsageError: "
+    choices = {
+        "unknown algorithm": "topk" if everyone.me < last else "topc",
+        r"TopK\(.*\) has a momentum of its own": TopK(momentum_correction=0.9),
+        "has two parameters named": "topk",
+    }
+    for words, choice in choices.items():
+        if everyone.me == last and "named" in words:
+            optimizer._named = [("a", params[0]), ("a", nn.Parameter(torch.zeros(8)))]
+        with pytest.raises(hvd.UsageError, match=whose + ".*" + words):
+            optimizer.set_algorithm(choice)
+    assert optimizer.algorithm.name == "gradient_allreduce"
+
+
 @dataclass(frozen=True)
 class Later(Algorithm):
-    """Whose plans are none from some step on, or need a file that one rank lacks."""
+    """Whose plans are none from some step on."""
 
     since: int = 1
-    lacks_file: int | None = None
 
     def plan(self, bucket, world, step):
-        if step >= self.since and self.lacks_file is None:
-            return "raw"
-        if step >= self.since and self.lacks_file == world.rank:
+        return "raw" if step >= self.since else super().plan(bucket, world, step)
+
+
+@dataclass(frozen=True)
+class FailsOnOne(Algorithm):
+    """On the last rank, for a bucket of several parameters, from step 1 on, in one of some ways."""
+
+    how: str = "file"
+
+    def plan(self, bucket, world, step):
+        exchange = super().plan(bucket, world, step)
+        if bucket.count <= 64 * 64 or step < 1 or world.rank < world.size - 1:
+            return exchange
+        if self.how == "file":
             raise OSError("no such file")
-        return super().plan(bucket, world, step)
+        return None if self.how == "nothing" else replace(exchange, density=7.0)
 
 
-def test_a_plan_that_fails_later_on_one_rank(everyone, hvd):
-    """Where buckets are cut anew, by the order of the first step."""
-    last, model = everyone.size - 1, layers()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = hvd.DistributedOptimizer(sgd, algorithm=Later(lacks_file=last))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.ones(1, 64)).sum().backward()
-        optimizer.step()
-
-    if everyone.me == last:
-        with pytest.raises(OSError, match="no such file"):
-            step()
-    else:
-        step()
-    if everyone.size == 1:
-        return
-    words = (
-        rf"rank {last} could not make its plan \(OSError: no such file\) in the middle of a step"
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("file", OSError, "no such file"),
+        ("nothing", UsageError, "FailsOnOne.plan returned None"),
+        ("value", UsageError, "density is a share"),
+    ],
+    ids=["file", "nothing", "value"],
+)
+@pytest.mark.parametrize("what", ["grad", "weight", "later"])
+def test_a_plan_that_fails_on_one_rank(everyone, hvd, how, error, words, what):
+    """All hear so, and go on as they were."""
+    model, oracle = layers(), layers()
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    for p, q in zip(model.parameters(), oracle.parameters()):
+        hvd.broadcast_(p.data, root_rank=0)
+        q.data.copy_(p.data)
+    sgd, fails = torch.optim.SGD(model.parameters(), lr=0.1), FailsOnOne(how=how)
+    optimizer = hvd.DistributedOptimizer(
+        sgd, algorithm=fails if what == "later" else "gradient_allreduce"
     )
+    mine = everyone.me == everyone.size - 1
+    if not mine:
+        error, words = UsageError, rf"what is planned fails on rank {everyone.size - 1}: .*{words}"
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            for each in (optimizer, reference):
+                each.zero_grad()
+            for net, scale in ((model, everyone.me + 1), (oracle, (everyone.size + 1) / 2)):
+                (net(torch.ones(1, 64)) * scale).sum().backward()
+            grads = zip(model.parameters(), oracle.parameters())
+            assert all(
+                torch.allclose(p.grad, q.grad, atol=1e-4) for p, q in grads
+            )  # after backward
+            reference.step()
+            optimizer.step()
+
+    if what == "later":  # where buckets are cut anew, by the order of the first step
+        with pytest.raises(error, match=words):
+            steps(1)
+    else:
+        steps(2)
+        with pytest.raises(error, match=words):
+            optimizer.set_algorithm(replace(fails, what=what))
+        assert optimizer.algorithm.name == "gradient_allreduce"
+    steps(2)
+
+
+def test_a_change_that_is_refused_on_all_ranks(everyone, hvd):
+    """Gradients are exchanged in backward as before, where one may clip them."""
+    params = [nn.Parameter(torch.ones(4, dtype=torch.complex64)), nn.Parameter(torch.ones(4))]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.1))
     for _ in range(2):
-        with pytest.raises(hvd.PeerError, match=words):
-            step()
+        optimizer.zero_grad()
+        (sum(p.abs().sum() for p in params) * (everyone.me + 1)).backward()
+        assert params[1].grad.tolist() == [(everyone.size + 1) / 2] * 4
+        optimizer.step()
+        with pytest.raises(hvd.UsageError, match="complex64 cannot be averaged between steps"):
+            optimizer.set_algorithm("decentralized")
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,14 @@ def test_parameters_with_gaps_ties_and_what_is_no_tensor(everyone, hvd):
     assert state["_extra_state"] == {"rank": everyone.me}
 
 
+def test_names_of_one_tensor_in_any_order(everyone, hvd):
+    shared, other = torch.full((3,), float(everyone.me)), torch.full((2,), float(everyone.me))
+    named = [("b", shared), ("a", other), ("c", shared), ("d", shared)]
+    hvd.broadcast_parameters(named[everyone.me :] + named[: everyone.me], 0)
+    assert shared.tolist() == [0.0] * 3
+    assert other.tolist() == [0.0] * 2
+
+
 def test_parameters_of_the_wrong_form(hvd):
     with pytest.raises(ValueError, match="named_parameters"):
         hvd.broadcast_parameters(nn.Linear(2, 2).parameters(), 0)

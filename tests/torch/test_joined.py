@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 import torch
@@ -90,6 +91,56 @@ def test_all_train_on(everyone, hvd, algorithm, short):
     assert spread(hvd, model) == 0
     numbers = hvd.allgather_object(optimizer.progress)
     assert numbers == [numbers[0]] * everyone.size
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        TopK(density=0.1, hierarchical=False),
+        Decentralized(every=3),
+        Decentralized(every=2, peers="shift_one", hierarchical=False),
+        Decentralized(every=3, when="step"),
+        LocalSGD(every=2),
+        LocalSGD(every=2, warmup_steps=4),
+        DiLoCo(every=2, when="forward"),
+    ],
+    ids=repr,
+)
+def test_epochs_of_any_lengths(everyone, hvd, algorithm, seed):
+    """Any rank may have no batch at all, and who has most may settle before the others are back."""
+    lengths = random.Random(seed)
+    model = model_of()
+    optimizer = optimizer_of(hvd, model, algorithm)
+    for epoch in range(6):
+        batches = [lengths.choice([0, 1, 2, 3, 5]) for _ in range(everyone.size)]
+        settles = lengths.random() < 0.3 and batches.count(max(batches)) == 1
+        mine = batches[everyone.me]
+        train(model, optimizer, everyone.me, range(20 * epoch, 20 * epoch + mine))
+        if settles and mine == max(batches) and algorithm.what != "grad":
+            optimizer.settle()
+        meet(hvd, model, optimizer)
+        assert spread(hvd, model) == 0
+    train(model, optimizer, everyone.me, range(200, 207))
+    if algorithm.what == "delta" and algorithm.when == "step":
+        rest = -optimizer.progress[0] % algorithm.every
+        train(model, optimizer, everyone.me, range(207, 207 + rest))
+        assert spread(hvd, model) == 0  # a round is over
+    optimizer.settle()
+    assert spread(hvd, model) == 0
+    numbers = hvd.allgather_object(optimizer.progress)
+    assert numbers == [numbers[0]] * everyone.size
+
+
+def test_a_rank_misses_the_exact_average_that_the_others_begin_a_round_from(everyone, hvd):
+    model = model_of()
+    optimizer = optimizer_of(hvd, model, LocalSGD(every=2))
+    train(model, optimizer, everyone.me, range(5 if everyone.me else 4))
+    if everyone.me:
+        optimizer.settle()
+    meet(hvd, model, optimizer)
+    train(model, optimizer, everyone.me, range(10, 11))
+    assert spread(hvd, model) == 0  # a round is over
 
 
 @pytest.mark.parametrize("batches", [(3, 4), (9, 10), (0, 7)], ids=str)

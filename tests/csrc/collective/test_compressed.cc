@@ -3,6 +3,9 @@
 
 #include <atomic>
 #include <cmath>
+#include <limits>
+#include <mutex>
+#include <set>
 #include <utility>
 
 #include "collective/coded.h"
@@ -222,6 +225,30 @@ TEST(Compressed, WhatTravelsDenselySaysHow) {
               EXPECT_NE(chosen[0], "sparse");
             },
             {0, 1});
+}
+
+// A leader gives the sum of its node, in which nobody knows whose NaN it was.
+TEST(Compressed, WhatTravelsDenselyBlamesNoLeader) {
+  const Coding coding = parse_coding("topk:4096");
+  for (const auto& [weights, told] :
+       {std::pair(std::vector<int>{}, 1), std::pair(std::vector<int>{2, 2}, OddRanks::kSome)}) {
+    std::mutex mutex;
+    std::set<int> odd;
+    with_jobs(2, DType::kF32,
+              [&, weights = weights](int rank, Job& job) {
+                Floats data(4096, 1);
+                if (rank == 1) data[5] = std::numeric_limits<float>::quiet_NaN();
+                job.data = reinterpret_cast<char*>(data.data());
+                job.count = 4096;
+                job.coding = &coding;
+                job.weights = weights;
+                choose_collective(OpKind::kAllreduce, job, "auto").run(job);
+                const std::lock_guard<std::mutex> lock(mutex);
+                odd.insert(job.group.odd()->ranks.begin(), job.group.odd()->ranks.end());
+              },
+              {0, 1});
+    EXPECT_EQ(odd, std::set<int>{told});
+  }
 }
 
 // Exact inside the nodes, whose numbers of ranks may differ; through the codec between them, where
