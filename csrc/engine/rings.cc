@@ -18,11 +18,11 @@ namespace {
 
 constexpr int kSleepUs = 1000;
 
-// The meeting of a node's first rank with the others, for whom it is the only one. A ring lies in
-// its reader's memory, which is there until it has read what a writer that is no more has left.
-class Meeting {
+// What introduces the first rank of a node to the others, for whom it is the only one. A ring lies
+// in its reader's memory, which is there until it has read what a writer that is no more has left.
+class Introduction {
  public:
-  Meeting(SocketChannel& channel, Node& node, double timeout_s)
+  Introduction(SocketChannel& channel, Node& node, double timeout_s)
       : channel_(channel),
         node_(node),
         deadline_s_(now_s() + timeout_s),
@@ -90,19 +90,19 @@ class Meeting {
   std::vector<std::shared_ptr<char>> rings_;  // by peer
 };
 
-void meet_first(Meeting& meeting, SocketChannel& channel, int first, int rank) {
+void meet_first(Introduction& meeting, SocketChannel& channel, int first, int rank) {
   meeting.offer(0);
-  const Meeting::Offer offer = meeting.take(0);
+  const Introduction::Offer offer = meeting.take(0);
   if (first != 0)
     channel.go_by(first, connect_to_listener(offer.text, first, rank, meeting.left_s(),
                                              [&] { meeting.look(); }));
   meeting.share(0, offer.ring);
 }
 
-void meet_others(Meeting& meeting, SocketChannel& channel, const std::vector<int>& ranks,
+void meet_others(Introduction& meeting, SocketChannel& channel, const std::vector<int>& ranks,
                  const std::string& interfaces) {
   const int others = static_cast<int>(ranks.size());
-  std::vector<Meeting::Offer> offers(1);
+  std::vector<Introduction::Offer> offers(1);
   std::vector<Socket> sockets;
   const auto exchange = [&](const std::string& text) {
     for (int peer = 1; peer < others; ++peer) meeting.offer(peer, text);
@@ -151,7 +151,7 @@ void share_rings(SocketChannel& channel, Transport& transport, const Config& con
   if (transport.rank() == 0 && carried) channel.set_carriers(carriers);
   Node* node = transport.node();
   if (!node || (!carried && node->first_rank() != 0)) return;
-  Meeting meeting(channel, *node, config.start_timeout_s);
+  Introduction meeting(channel, *node, config.start_timeout_s);
   std::vector<int> ranks;
   for (int peer = 0; peer < node->size(); ++peer) ranks.push_back(node->rank_of(peer));
   if (transport.rank() == ranks[0]) {

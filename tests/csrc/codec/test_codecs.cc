@@ -17,7 +17,7 @@
 namespace bagua {
 namespace {
 
-using Floats = std::vector<float>;
+using Numbers = std::vector<float>;
 
 std::vector<Coding> codings() {
   std::vector<Coding> all;
@@ -48,10 +48,10 @@ std::set<int64_t> counts(const Coding& coding) {
           4095, 4096, 4097, 3 * 4096, 2 * 4096 + block, 8192 + 5000};
 }
 
-Floats normal(int64_t count, unsigned seed) {
+Numbers normal(int64_t count, unsigned seed) {
   std::mt19937 random(seed);
   std::normal_distribution<float> distribution;
-  Floats x(static_cast<size_t>(count));
+  Numbers x(static_cast<size_t>(count));
   for (float& value : x) value = distribution(random);
   return x;
 }
@@ -86,21 +86,21 @@ class Guarded {
 };
 
 // So that 0 is not -0, and a NaN equals itself.
-std::vector<uint32_t> bits(const Floats& x) {
+std::vector<uint32_t> bits(const Numbers& x) {
   std::vector<uint32_t> all(x.size());
   if (!x.empty()) std::memcpy(all.data(), x.data(), 4 * x.size());
   return all;
 }
 
 // Coded at once, not by tiles.
-std::vector<char> encoded(const Coding& coding, const Floats& x, Isa isa) {
+std::vector<char> encoded(const Coding& coding, const Numbers& x, Isa isa) {
   const auto count = static_cast<int64_t>(x.size());
   std::vector<char> wire(static_cast<size_t>(coding.wire_nbytes(count)));
   coding.encode(x.data(), count, wire.data(), isa);
   return wire;
 }
-Floats decoded(const Coding& coding, const std::vector<char>& wire, int64_t count, Isa isa) {
-  Floats x(static_cast<size_t>(count));
+Numbers decoded(const Coding& coding, const std::vector<char>& wire, int64_t count, Isa isa) {
+  Numbers x(static_cast<size_t>(count));
   coding.decode(wire.data(), count, x.data(), isa);
   return x;
 }
@@ -108,12 +108,12 @@ Floats decoded(const Coding& coding, const std::vector<char>& wire, int64_t coun
 TEST(Codecs, EncodeRestKeepsWhatTheWireDoesNotSay) {
   for_all([](const Coding& coding, Isa isa) {
     for (const int64_t count : counts(coding)) {
-      const Floats in = normal(count, 1), rest = normal(count, 2);
-      Floats whole(in);
+      const Numbers in = normal(count, 1), rest = normal(count, 2);
+      Numbers whole(in);
       for (size_t i = 0; i < whole.size(); ++i) whole[i] += rest[i];
       const std::vector<char> expected = encoded(coding, whole, isa);
-      const Floats said = decoded(coding, expected, count, isa);
-      Floats left(whole);
+      const Numbers said = decoded(coding, expected, count, isa);
+      Numbers left(whole);
       for (size_t i = 0; i < left.size(); ++i) left[i] -= said[i];
 
       Guarded<float> residual(count, rest.data());
@@ -127,20 +127,20 @@ TEST(Codecs, EncodeRestKeepsWhatTheWireDoesNotSay) {
 }
 
 TEST(Codecs, NoRestOfACodecThatLosesNothing) {
-  const Floats in = normal(5000, 1);
-  Floats residual(in.size());
+  const Numbers in = normal(5000, 1);
+  Numbers residual(in.size());
   std::vector<char> wire(4 * in.size());
   parse_coding("raw").encode_rest(in.data(), residual.data(), 5000, wire.data());
-  EXPECT_EQ(residual, Floats(in.size()));
+  EXPECT_EQ(residual, Numbers(in.size()));
 }
 
 TEST(Codecs, DecodeAddAddsWhatDecodeSays) {
   for_all([](const Coding& coding, Isa isa) {
     for (const int64_t count : counts(coding)) {
       const std::vector<char> plain = encoded(coding, normal(count, 1), isa);
-      const Floats said = decoded(coding, plain, count, isa);
-      const Floats before = normal(count, 2);
-      Floats expected(before);
+      const Numbers said = decoded(coding, plain, count, isa);
+      const Numbers before = normal(count, 2);
+      Numbers expected(before);
       for (size_t i = 0; i < expected.size(); ++i) expected[i] += said[i];
 
       Guarded<char> wire(static_cast<int64_t>(plain.size()), plain.data());
@@ -159,7 +159,7 @@ TEST(Codecs, PastTheCachesItSaysTheSame) {
     all.insert(scaled(2 << 20) + 4097);  // goes there by itself
     for (const int64_t count : all) {
       const std::vector<char> wire = encoded(coding, normal(count, 1), isa);
-      Floats said(static_cast<size_t>(count));
+      Numbers said(static_cast<size_t>(count));
       coding.codec->decode(coding, wire.data(), count, said.data(), isa);
       Guarded<float> past(count);
       coding.decode_past(wire.data(), count, past.data(), isa);
@@ -173,10 +173,10 @@ TEST(Codecs, PastTheCachesItSaysTheSame) {
 // A bucket is cut for its receivers at multiples of a block, so the pieces must be the whole.
 TEST(Codecs, BlocksAreCodedAlone) {
   for_all([](const Coding& coding, Isa isa) {
-    const Floats in = normal(5 * coding.block() + 3, 1);
+    const Numbers in = normal(5 * coding.block() + 3, 1);
     const int64_t cut = 2 * coding.block();
-    std::vector<char> pieces = encoded(coding, Floats(in.begin(), in.begin() + cut), isa);
-    const std::vector<char> rest = encoded(coding, Floats(in.begin() + cut, in.end()), isa);
+    std::vector<char> pieces = encoded(coding, Numbers(in.begin(), in.begin() + cut), isa);
+    const std::vector<char> rest = encoded(coding, Numbers(in.begin() + cut, in.end()), isa);
     pieces.insert(pieces.end(), rest.begin(), rest.end());
     EXPECT_EQ(pieces, encoded(coding, in, isa));
   });
@@ -186,8 +186,8 @@ TEST(Codecs, BlocksAreCodedAlone) {
 // same.
 double error_of_mean(const Coding& coding, int rounds, bool feedback) {
   const int64_t count = 4096 + 700;
-  const Floats in = normal(count, 3);
-  Floats residual(in.size()), sum(in.size());
+  const Numbers in = normal(count, 3);
+  Numbers residual(in.size()), sum(in.size());
   std::vector<char> wire(static_cast<size_t>(coding.wire_nbytes(count)));
   for (int round = 0; round < rounds; ++round) {
     if (!feedback) std::fill(residual.begin(), residual.end(), 0.0f);
@@ -259,7 +259,7 @@ TEST(Codecs, BlocksDoNotTellTheSignOfANan) {
     for (const int64_t count : {int64_t{7}, coding.block()}) {
       std::vector<char> wires[2];
       for (int i = 0; i < 2; ++i) {
-        Floats in = normal(count, 1);
+        Numbers in = normal(count, 1);
         in[3] = std::copysign(NAN, i == 0 ? 1.0f : -1.0f);
         wires[i].resize(static_cast<size_t>(coding.wire_nbytes(count)));
         coding.encode(in.data(), count, wires[i].data(), isa);

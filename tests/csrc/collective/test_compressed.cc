@@ -15,7 +15,7 @@
 namespace bagua {
 namespace {
 
-using Floats = std::vector<float>;
+using Numbers = std::vector<float>;
 
 float noise(int rank, int round, int64_t i) {
   return static_cast<float>(std::sin(rank * 7919.0 + round * 104729.0 + static_cast<double>(i)));
@@ -29,18 +29,18 @@ class Simulation {
         count_(count),
         feedback_(feedback),
         finish_(finish),
-        residuals_(static_cast<size_t>(n), Floats(static_cast<size_t>(count))),
+        residuals_(static_cast<size_t>(n), Numbers(static_cast<size_t>(count))),
         residual_of_mean_(static_cast<size_t>(count)) {}
 
-  Floats round(std::vector<Floats> values) {
+  Numbers round(std::vector<Numbers> values) {
     return coding_.codec->sparse ? gathered(values) : scattered(values);
   }
 
  private:
-  Floats gathered(const std::vector<Floats>& values) {
-    Floats sum(static_cast<size_t>(count_));
+  Numbers gathered(const std::vector<Numbers>& values) {
+    Numbers sum(static_cast<size_t>(count_));
     for (size_t rank = 0; rank < values.size(); ++rank) {
-      const Floats said = travel(values[rank], residuals_[rank], 0, count_);
+      const Numbers said = travel(values[rank], residuals_[rank], 0, count_);
       for (size_t i = 0; i < sum.size(); ++i) sum[i] += said[i];
     }
     for (float& value : sum)
@@ -48,32 +48,32 @@ class Simulation {
     return sum;
   }
 
-  Floats scattered(const std::vector<Floats>& values) {
+  Numbers scattered(const std::vector<Numbers>& values) {
     const auto n = static_cast<int>(values.size());
     const int64_t block = coding_.block(), blocks = (count_ + block - 1) / block;
-    Floats result(static_cast<size_t>(count_));
+    Numbers result(static_cast<size_t>(count_));
     for (int owner = 0; owner < n; ++owner) {
       const Slice slice = slice_of(blocks, n, owner);
       const int64_t begin = std::min(slice.begin * block, count_);
       const int64_t end = std::min((slice.begin + slice.count) * block, count_);
-      Floats sum(static_cast<size_t>(end - begin));
+      Numbers sum(static_cast<size_t>(end - begin));
       for (int rank = 0; rank < n; ++rank) {
         const auto at = static_cast<size_t>(rank);
-        const Floats said = travel(values[at], residuals_[at], begin, end);
+        const Numbers said = travel(values[at], residuals_[at], begin, end);
         for (size_t i = 0; i < sum.size(); ++i) sum[i] += said[i];
       }
-      Floats whole(static_cast<size_t>(count_));
+      Numbers whole(static_cast<size_t>(count_));
       for (size_t i = 0; i < sum.size(); ++i)
         whole[static_cast<size_t>(begin) + i] =
             sum[i] / static_cast<float>(finish_.divisor) * static_cast<float>(finish_.factor);
-      const Floats said = travel(whole, residual_of_mean_, begin, end);
+      const Numbers said = travel(whole, residual_of_mean_, begin, end);
       std::copy(said.begin(), said.end(), result.begin() + begin);
     }
     return result;
   }
 
-  Floats travel(const Floats& values, Floats& residual, int64_t begin, int64_t end) {
-    Floats whole(values.begin() + begin, values.begin() + end), said(whole.size());
+  Numbers travel(const Numbers& values, Numbers& residual, int64_t begin, int64_t end) {
+    Numbers whole(values.begin() + begin, values.begin() + end), said(whole.size());
     for (size_t i = 0; feedback_ && i < whole.size(); ++i)
       whole[i] += residual[static_cast<size_t>(begin) + i];
     std::vector<char> wire(static_cast<size_t>(coding_.wire_nbytes(end - begin)));
@@ -88,24 +88,24 @@ class Simulation {
   const int64_t count_;
   const bool feedback_;
   const Finish finish_;
-  std::vector<Floats> residuals_;
-  Floats residual_of_mean_;
+  std::vector<Numbers> residuals_;
+  Numbers residual_of_mean_;
 };
 
 void check(const Coding& coding, int n, int64_t count, bool feedback) {
   constexpr int kRounds = 3;
   const Finish finish{static_cast<double>(n), 0.5};
   Simulation simulation(coding, n, count, feedback, finish);
-  std::vector<Floats> expected;
+  std::vector<Numbers> expected;
   for (int round = 0; round < kRounds; ++round) {
-    std::vector<Floats> values(static_cast<size_t>(n), Floats(static_cast<size_t>(count)));
+    std::vector<Numbers> values(static_cast<size_t>(n), Numbers(static_cast<size_t>(count)));
     for (int rank = 0; rank < n; ++rank)
       for (int64_t i = 0; i < count; ++i)
         values[static_cast<size_t>(rank)][static_cast<size_t>(i)] = noise(rank, round, i);
     expected.push_back(simulation.round(std::move(values)));
   }
   with_jobs(n, DType::kF32, [&](int rank, Job& job) {
-    Floats data(static_cast<size_t>(count) + 1), residual(data.size()), of_mean(data.size());
+    Numbers data(static_cast<size_t>(count) + 1), residual(data.size()), of_mean(data.size());
     job.op = ReduceOp::kAverage;
     job.finish = finish;
     job.count = count;
@@ -120,14 +120,14 @@ void check(const Coding& coding, int n, int64_t count, bool feedback) {
       ASSERT_STREQ(row.name, coding.codec->sparse ? "sparse" : "compressed");
       row.run(job);
       ASSERT_EQ(data.back(), 42) << "behind the end";
-      const Floats& mean = expected[static_cast<size_t>(round)];
+      const Numbers& mean = expected[static_cast<size_t>(round)];
       const auto wrong = std::mismatch(mean.begin(), mean.end(), data.begin()).first;
       ASSERT_EQ(wrong - mean.begin(), count) << coding.codec->name << " round " << round;
     }
   });
 }
 
-std::vector<Coding> codings() {
+std::vector<Coding> every_coding() {
   std::vector<Coding> all;
   for (const Codec& codec : codecs()) all.push_back(parse_coding(codec.name));
   all.push_back(parse_coding("topk:7:fp16"));
@@ -137,7 +137,7 @@ std::vector<Coding> codings() {
 }
 
 TEST(Compressed, IsWhatOneLoopOverAllRanksGives) {
-  for (const Coding& coding : codings())
+  for (const Coding& coding : every_coding())
     for (const int n : {2, 3, 4})
       for (const int64_t count : {1, 513, 9000})
         for (const bool feedback : {false, true}) {
@@ -181,22 +181,22 @@ TEST(Compressed, SlicesOfUnlikeNumbersOfSegments) {
   ASSERT_LT(stretches(coding, 0, count - count / 2).size(), stretches(coding, 0, count / 2).size());
   with_jobs(2, DType::kF32,
             [&](int rank, Job& job) {
-              Floats data(static_cast<size_t>(count), static_cast<float>(rank + 1));
+              Numbers data(static_cast<size_t>(count), static_cast<float>(rank + 1));
               job.data = reinterpret_cast<char*>(data.data());
               job.count = count;
               job.coding = &coding;
               choose_collective(OpKind::kAllreduce, job, "auto").run(job);
-              EXPECT_EQ(data, Floats(static_cast<size_t>(count), 3));
+              EXPECT_EQ(data, Numbers(static_cast<size_t>(count), 3));
             },
             {0, 1});
 }
 
 TEST(Compressed, SendsTheCodecsBytes) {
-  for (const Coding& coding : codings())
+  for (const Coding& coding : every_coding())
     with_jobs(4, DType::kF32,
               [&](int, Job& job) {
                 const int64_t count = 4 * 4096 * 4;
-                Floats data(static_cast<size_t>(count), 1);
+                Numbers data(static_cast<size_t>(count), 1);
                 job.data = reinterpret_cast<char*>(data.data());
                 job.count = count;
                 job.coding = &coding;
@@ -211,7 +211,7 @@ TEST(Compressed, WhatTravelsDenselySaysHow) {
   const Coding coding = parse_coding("topk:4096");
   with_jobs(2, DType::kF32,
             [&](int, Job& job) {
-              Floats data(4096, 1);
+              Numbers data(4096, 1);
               std::vector<std::string> chosen;
               job.data = reinterpret_cast<char*>(data.data());
               job.count = 4096;
@@ -236,7 +236,7 @@ TEST(Compressed, WhatTravelsDenselyBlamesNoLeader) {
     std::set<int> odd;
     with_jobs(2, DType::kF32,
               [&, weights = weights](int rank, Job& job) {
-                Floats data(4096, 1);
+                Numbers data(4096, 1);
                 if (rank == 1) data[5] = std::numeric_limits<float>::quiet_NaN();
                 job.data = reinterpret_cast<char*>(data.data());
                 job.count = 4096;
@@ -259,19 +259,19 @@ void check_between_nodes(const Coding& coding, const std::vector<int>& node_of, 
   const int n = static_cast<int>(node_of.size());
   const int nodes = node_of.back() + 1;
   const Finish finish{static_cast<double>(n), 1};
-  std::vector<Floats> expected(kRounds, Floats(static_cast<size_t>(count)));
+  std::vector<Numbers> expected(kRounds, Numbers(static_cast<size_t>(count)));
   int64_t nbytes = 0;
   for (int leader = 0; leader < leaders; ++leader) {
     const Slice slice = slice_of(count, leaders, leader);
     Simulation simulation(coding, nodes, slice.count, feedback, finish);
     for (int round = 0; round < kRounds; ++round) {
-      std::vector<Floats> sums(static_cast<size_t>(nodes),
-                               Floats(static_cast<size_t>(slice.count)));
+      std::vector<Numbers> sums(static_cast<size_t>(nodes),
+                                Numbers(static_cast<size_t>(slice.count)));
       for (int rank = 0; rank < n; ++rank)
         for (int64_t i = 0; i < slice.count; ++i)
           sums[static_cast<size_t>(node_of[static_cast<size_t>(rank)])][static_cast<size_t>(i)] +=
               noise(rank, round, slice.begin + i);
-      const Floats mean = simulation.round(std::move(sums));
+      const Numbers mean = simulation.round(std::move(sums));
       std::copy(mean.begin(), mean.end(),
                 expected[static_cast<size_t>(round)].begin() + slice.begin);
     }
@@ -281,7 +281,7 @@ void check_between_nodes(const Coding& coding, const std::vector<int>& node_of, 
   with_jobs(
       n, DType::kF32,
       [&](int rank, Job& job) {
-        Floats data(static_cast<size_t>(count)), residual(data.size()), of_mean(data.size());
+        Numbers data(static_cast<size_t>(count)), residual(data.size()), of_mean(data.size());
         job.op = ReduceOp::kAverage;
         job.finish = finish;
         job.count = count;
@@ -304,7 +304,7 @@ void check_between_nodes(const Coding& coding, const std::vector<int>& node_of, 
 }
 
 TEST(Compressed, BetweenNodesOnly) {
-  for (const Coding& coding : codings())
+  for (const Coding& coding : every_coding())
     for (const bool feedback : {false, true}) {
       for (const int64_t count : {1, 2, 9001})
         check_between_nodes(coding, {0, 0, 0, 1, 1, 2}, 1, count, feedback);
@@ -323,11 +323,11 @@ TEST(Compressed, NotAtAllInsideOneNodeThatIsExact) {
     job.exact_in_nodes = true;
     EXPECT_STREQ(choose_collective(OpKind::kAllreduce, job, "auto").name, "shared");
     // Whatever the user wants: one node has nobody to encode for.
-    Floats data(5000, 1.5f);
+    Numbers data(5000, 1.5f);
     job.data = reinterpret_cast<char*>(data.data());
     const Collective& row = choose_collective(OpKind::kAllreduce, job, "hierarchical");
     row.run(job);
-    EXPECT_EQ(data, Floats(5000, 4.5f)) << row.name;
+    EXPECT_EQ(data, Numbers(5000, 4.5f)) << row.name;
   });
 }
 

@@ -13,7 +13,7 @@
 namespace bagua {
 namespace {
 
-using Floats = std::vector<float>;
+using Numbers = std::vector<float>;
 constexpr Peers::Kind kKinds[] = {Peers::kShiftOne, Peers::kRandom, Peers::kRing,
                                   Peers::kExponential};
 
@@ -233,12 +233,12 @@ TEST(Neighbors, TheMeanOverAllRanksStaysWhatItIs) {
 
 // What every rank has, and keeps of itself and its neighbors, after each round.
 struct Ring {
-  std::vector<Floats> x, w, l, r;
+  std::vector<Numbers> x, w, l, r;
 };
 
-Floats said_by(const Coding& coding, const Floats& z) {
+Numbers said_by(const Coding& coding, const Numbers& z) {
   std::vector<char> wire(static_cast<size_t>(coding.wire_nbytes(static_cast<int64_t>(z.size()))));
-  Floats said(z.size());
+  Numbers said(z.size());
   coding.encode(z.data(), static_cast<int64_t>(z.size()), wire.data());
   coding.decode(wire.data(), static_cast<int64_t>(z.size()), said.data());
   return said;
@@ -246,9 +246,9 @@ Floats said_by(const Coding& coding, const Floats& z) {
 
 void simulate(const Coding& coding, Ring& ring) {
   const size_t n = ring.x.size();
-  std::vector<Floats> said;
+  std::vector<Numbers> said;
   for (size_t rank = 0; rank < n; ++rank) {
-    Floats z(ring.x[rank]);
+    Numbers z(ring.x[rank]);
     for (size_t i = 0; i < z.size(); ++i)
       z[i] = z[i] + (1.0f / 3.0f) * ring.l[rank][i] + (1.0f / 3.0f) * ring.r[rank][i] -
              (5.0f / 3.0f) * ring.w[rank][i];
@@ -274,9 +274,9 @@ TEST(Mirrored, IsWhatOneLoopOverAllRanksGives) {
       for (const size_t count : {size_t{1}, size_t{5000}, size_t{scaled(128 << 10) + 77}}) {
         if (count > 5000 && n > 3) continue;
         const Coding coding = parse_coding(codec.name);
-        Floats start(count);
+        Numbers start(count);
         for (size_t i = 0; i < count; ++i) start[i] = std::cos(static_cast<float>(i));
-        const std::vector<Floats> alike(static_cast<size_t>(n), start);
+        const std::vector<Numbers> alike(static_cast<size_t>(n), start);
         Ring ring{alike, alike, alike, alike};
         std::vector<Ring> after;
         for (int round = 0; round < 3; ++round) {
@@ -287,7 +287,7 @@ TEST(Mirrored, IsWhatOneLoopOverAllRanksGives) {
         }
         with_jobs(n, DType::kF32, [&](int rank, Job& job) {
           const auto me = static_cast<size_t>(rank);
-          Floats x(start), w(start), l(start), r(start);
+          Numbers x(start), w(start), l(start), r(start);
           job.op = ReduceOp::kAverage;
           job.count = static_cast<int64_t>(count);
           job.coding = &coding;
@@ -318,7 +318,7 @@ TEST(Mirrored, NodesAgreeOnTheMeanOfAllRanks) {
     with_jobs(
         n, DType::kF32,
         [&](int rank, Job& job) {
-          Floats x(kCount), w(kCount), l(kCount), r(kCount), mean(kCount);
+          Numbers x(kCount), w(kCount), l(kCount), r(kCount), mean(kCount);
           for (size_t i = 0; i < kCount; ++i) {
             x[i] = moved(static_cast<size_t>(rank), 0, i);
             for (int other = 0; other < n; ++other)
@@ -347,7 +347,7 @@ TEST(Mirrored, OwnValuesAreFinalBeforeAnythingHasArrived) {
   std::promise<void> there;
   auto rank_0_has_its_values = there.get_future().share();
   with_jobs(3, DType::kF32, [&](int rank, Job& job) {
-    Floats x(9000), w(9000), l(9000), r(9000), final;
+    Numbers x(9000), w(9000), l(9000), r(9000), final;
     for (size_t i = 0; i < x.size(); ++i) x[i] = moved(static_cast<size_t>(rank), 0, i);
     job.op = ReduceOp::kAverage;
     job.count = 9000;
@@ -369,7 +369,7 @@ TEST(Mirrored, OwnValuesAreFinalBeforeAnythingHasArrived) {
 TEST(Mirrored, WhoKeepsNoCopiesDoesNotMove) {
   const Coding coding = parse_coding("minmax_u8");
   with_jobs(3, DType::kF32, [&](int rank, Job& job) {
-    Floats x(700, 1.0f), w(700, 1.0f), l(w), r(w);
+    Numbers x(700, 1.0f), w(700, 1.0f), l(w), r(w);
     if (rank != 1) job.kept = {w.data(), l.data(), r.data()};
     if (rank == 1) x.assign(700, 0.0f);
     job.op = ReduceOp::kAverage;
@@ -378,9 +378,9 @@ TEST(Mirrored, WhoKeepsNoCopiesDoesNotMove) {
     job.peers = {Peers::kRing, 0};
     job.data = reinterpret_cast<char*>(x.data());
     choose_collective(OpKind::kAllreduce, job, "auto").run(job);
-    const Floats& of_1 = rank == 0 ? r : l;
+    const Numbers& of_1 = rank == 0 ? r : l;
     if (rank != 1) {
-      EXPECT_EQ(of_1, Floats(700, 1.0f));
+      EXPECT_EQ(of_1, Numbers(700, 1.0f));
     }
   });
 }
