@@ -177,9 +177,9 @@ class RunningOn : public Running {
   std::vector<std::shared_ptr<char>> arenas_;
 };
 
-class Program {
+class Script {
  public:
-  Program(unsigned seed, int nranks) : random_(seed) {
+  Script(unsigned seed, int nranks) : random_(seed) {
     sets_.emplace_back(nranks);
     for (int rank = 0; rank < nranks; ++rank) sets_[0][static_cast<size_t>(rank)] = rank;
     for (int i = 0; i < 3 && nranks > 2; ++i) {
@@ -307,7 +307,7 @@ TEST_P(RandomPrograms, AlwaysGiveTheRightResults) {
     LoopbackWorld world(node_of(), config(seed));
     Ranks ranks(n());
     ranks.run([&](int rank) {
-      Program program(seed, n());
+      Script program(seed, n());
       for (size_t set = 1; set < program.sets().size(); ++set) {
         const auto& members = program.sets()[set];
         ASSERT_EQ(add_set(world[rank], {members.begin(), members.end()}),
@@ -333,7 +333,7 @@ TEST_P(RandomPrograms, EndWhenARankDies) {
     std::vector<int> all;
     for (int rank = 0; rank < n(); ++rank) all.push_back(rank);
     world.run([&](int rank) {
-      Program program(seed, 2);  // whose only process set is that of all
+      Script program(seed, 2);  // whose only process set is that of all
       std::mt19937 random(seed);
       std::vector<std::unique_ptr<Running>> running;
       std::vector<HandlePtr> handles;
