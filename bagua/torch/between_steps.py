@@ -123,6 +123,9 @@ class BetweenSteps:
             self.settle()  # what ranks have learned by themselves is not lost
         self._land()
         self._build(named)
+        for _, param in self._shared:
+            if not param.requires_grad:
+                param.grad = None  # or this rank would step it once more, and nobody average it
         self._shared = named
         self._all_params, self._required = everything, [p.requires_grad for p in everything]
         self._begun = False

@@ -384,7 +384,7 @@ class Gradients:
     def refresh(self) -> None:
         """Notices parameters that were added, frozen or thawed since the last look."""
         has_all = self._exchanged and not self._unshared
-        if not self.layout.refresh():
+        if not self.layout.refresh(has_all):
             return
         self._unshared = True
         if has_all and not self.layout.averages:

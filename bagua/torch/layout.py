@@ -103,8 +103,8 @@ class Layout:
         """What ranks have yet to agree on."""
         return self.order is None, self.rebuild_due, sorted(slot.name for slot in self._fresh)
 
-    def refresh(self) -> bool:
-        """Notices parameters that were added, frozen or thawed.
+    def refresh(self, shared: bool) -> bool:
+        """Notices parameters that were added, frozen or thawed, when gradients are `shared` or not.
 
         Whether any that was added has a gradient, on any rank.
         """
@@ -126,6 +126,8 @@ class Layout:
         self.params, self._required = everything, [p.requires_grad for p in everything]
         for param in gone:
             self._drop(param)
+            if not (shared or param.requires_grad):
+                param.grad = None  # or each rank would step it by its own
         # Gradients become ready from the last layer to the first.
         added = [Slot(name, param, next(self._numbers)) for name, param in fresh][::-1]
         for slot in added:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from bagua.algorithms import TopK
+from bagua.algorithms import LocalSGD, TopK
 
 pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.usefixtures("overlap")]
 
@@ -411,6 +412,34 @@ def test_frozen_between_steps_is_not_stepped(hvd):
         optimizer.step()
     assert torch.equal(model[0].weight, frozen)
     assert model[0].weight.grad is None
+
+
+@pytest.mark.parametrize("how", ["no_sync", "passes", "shared", "local_sgd", "decentralized"])
+def test_frozen_with_a_gradient_is_stepped_by_everybodys_only(everyone, hvd, how):
+    model = mlp()
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    weights_travel = how in ("local_sgd", "decentralized")
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        backward_passes_per_step=2 if how == "passes" else 1,
+        algorithm=LocalSGD(every=1) if how == "local_sgd" else how if weights_travel else None,
+    )
+    accumulates = optimizer.no_sync() if how == "no_sync" else contextlib.nullcontext()
+    rows = [(mine(everyone, x), mine(everyone, y)) for x, y in batches(everyone, 4)]
+    for step, (inputs, targets) in enumerate(rows):
+        optimizer.zero_grad()
+        with accumulates if step == 1 else contextlib.nullcontext():
+            loss_of(model, inputs, targets).backward()
+        if step == 1:
+            before = model[0].weight.detach().clone()
+            model[0].weight.requires_grad_(False)
+        if how in ("no_sync", "passes"):
+            loss_of(model, inputs, targets).backward()
+        optimizer.step()
+        if step == 1 and not weights_travel:
+            assert torch.equal(model[0].weight, before) == (how != "shared")
+    optimizer.settle()
+    assert_same_everywhere(hvd, model)
 
 
 def test_thawed_after_zero_grad(everyone, hvd):
