@@ -5,7 +5,7 @@ the result, which mixing.py, background.py and outer.py say. Backward is left al
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from bagua.common.world import world
 from bagua.torch import capture, joined, kept, moments, ops
 from bagua.torch.agreement import check_hyperparameters, hyperparameters
 from bagua.torch.arrays import dtype_name
-from bagua.torch.checks import check_parameters, checked_names
+from bagua.torch.checks import check_parameters
+from bagua.torch.names import Names
 from bagua.torch.own import is_own
 from bagua.torch.pieces import Named, Piece, land_all, pieces_of
 from bagua.torch.safety import (
@@ -49,7 +50,7 @@ class BetweenSteps:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+        names: Names,
         algorithm: Algorithm,
         standing: Standing,
         step: int,
@@ -58,7 +59,7 @@ class BetweenSteps:
         self.passes_per_step = 1  # gradients add up without our help
         self.paused = False
         self._optimizer = optimizer
-        self._names = checked_names(optimizer, named_parameters)
+        self._names = names
         self._process_set = standing.process_set
         self.standing = standing
         self._generation = 0  # of the pieces there are
@@ -115,7 +116,7 @@ class BetweenSteps:
             return
         everything = [p for params in lists for p in params]
         shared = [p for p in everything if p.requires_grad and not is_own(p)]
-        named = [(self._name(param), param) for param in shared]
+        named = [(self._names[param], param) for param in shared]
         # If that is an error it is one the next time, too. Who has joined is asked when it is back.
         if len(self._present()) == self._process_set.size():
             check_parameters(named, self.standing.name("parameters"), self._process_set)
@@ -160,7 +161,7 @@ class BetweenSteps:
     def hand_over(self) -> None:
         """Steps are everybody's from here on: all ranks end with equal weights and moments."""
         self.refresh()
-        named = [(self._name(param), param) for param in self._all_params if not is_own(param)]
+        named = [(self._names[param], param) for param in self._all_params if not is_own(param)]
         moments.settle(self._optimizer, named, self.standing.name("moments"), self._process_set)
         self.settle()
 
@@ -232,7 +233,7 @@ class BetweenSteps:
         self.skips = False
         if not looks_at_all():
             return
-        named = [(self._name(param), param) for param in self._all_params]  # its own, too
+        named = [(self._names[param], param) for param in self._all_params]  # its own, too
         found = first_not_finite(named)
         self.skips = bool(found) and world().config.check_finite == "skip"
         if found:
@@ -258,9 +259,6 @@ class BetweenSteps:
 
     def _tell(self, found: str) -> bool:
         return spoils(found, self._step, self._process_set, self._skipped)
-
-    def _name(self, param: torch.Tensor) -> str:
-        return self._names.setdefault(param, f"parameter.{len(self._names)}")
 
     def _due(self) -> bool:
         """Whether the exchange belongs to the end of the step that was last."""

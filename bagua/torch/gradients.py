@@ -10,7 +10,7 @@ use), everything is waited for, and every `param.grad` is what all ranks share.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,11 +27,11 @@ from bagua.torch.arrays import is_on_device
 from bagua.torch.bucket_plan import Plan, fold_of
 from bagua.torch.buckets import Bucket
 from bagua.torch.checkpointed import Checkpointed
-from bagua.torch.checks import checked_names
 from bagua.torch.claims import claims
 from bagua.torch.grouping import Grouping
 from bagua.torch.layout import Layout
 from bagua.torch.loose import Loose
+from bagua.torch.names import Names
 from bagua.torch.safety import NonFinite, Seen, looks_at_all, spoils
 from bagua.torch.shipment import Shipment
 from bagua.torch.slot import Slot
@@ -49,7 +49,7 @@ class Gradients:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+        names: Names,
         *,
         compression: Any,
         op: ReduceOp | None,
@@ -67,7 +67,6 @@ class Gradients:
         self._optimizer = optimizer
         self._process_set = process_set = standing.process_set
         self.standing = standing
-        names = checked_names(optimizer, named_parameters)
         params = [p for group in optimizer.param_groups for p in group["params"]]
         elsewhere = all(is_on_device(param) for param in params)  # it computes, not on the cores
         overlaps = world().overlaps(0 if elsewhere else torch.get_num_threads())

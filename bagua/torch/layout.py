@@ -24,6 +24,7 @@ from bagua.torch.checks import check_parameters, other_gradients
 from bagua.torch.claims import claims
 from bagua.torch.grouping import Grouping
 from bagua.torch.loose import Loose
+from bagua.torch.names import Names
 from bagua.torch.own import is_own
 from bagua.torch.slot import Slot
 
@@ -36,7 +37,7 @@ class Layout:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        names: dict[torch.Tensor, str],
+        names: Names,
         plan: Plan,
         loose: Loose,
         grouping: Grouping,
@@ -71,7 +72,7 @@ class Layout:
             claims.drop(param)
 
     def name_of(self, param: torch.Tensor) -> str:
-        return self._names.setdefault(param, f"parameter.{len(self._names)}")
+        return self._names[param]
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
         return [(self.name_of(param), param) for param in self.params if not is_own(param)]

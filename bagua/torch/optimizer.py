@@ -20,13 +20,14 @@ from bagua.torch.agreement import checked_algorithm
 from bagua.torch.background import Background
 from bagua.torch.between_steps import BetweenSteps
 from bagua.torch.bucket_plan import fold_of
-from bagua.torch.checks import check_own, check_predivide, checked_names, checked_passes
+from bagua.torch.checks import check_own, check_predivide, checked_passes
 from bagua.torch.choice import Choice
 from bagua.torch.compression import Compression
 from bagua.torch.compression import checked as compressor
 from bagua.torch.gradients import Gradients
 from bagua.torch.grouping import checked_groups
 from bagua.torch.mixing import Mixing
+from bagua.torch.names import Names, checked_names
 from bagua.torch.outer import Outer
 from bagua.torch.scaling import Scaling
 from bagua.torch.standing import Standing, around_users_code, in_one_piece
@@ -87,7 +88,7 @@ class DistributedOptimizer(Wrapped):
         super().__init__(optimizer)
         alone.somebody_wrapped()
         self._skip_synchronize = False
-        self._named = None if named_parameters is None else list(named_parameters)
+        self._names = Names()
         self._process_set = checked(process_set)
         self._of_gradients = {
             "compression": compressor(compression, ("compress", "custom", "wire_dtype")),
@@ -105,7 +106,8 @@ class DistributedOptimizer(Wrapped):
         self._passes = checked_passes(backward_passes_per_step)
         self._standing = Standing(process_set)
         self._replicas = safety.Replicas()
-        self._algorithm, _ = self._checked(algorithm or world().config.algorithm, True)
+        chosen = algorithm or world().config.algorithm
+        self._algorithm, _ = self._checked(chosen, True, named_parameters)
         if algorithm is not None:
             choice.tell_what_is_overruled(algorithm, self._algorithm, self._process_set)
         choice.tell_what_is_exact(self._algorithm, self._process_set)
@@ -271,14 +273,17 @@ class DistributedOptimizer(Wrapped):
         if isinstance(self._driver, Background):
             self._driver.resting = resting
 
-    def _checked(self, algorithm: Choice, in_step: bool) -> tuple[Algorithm, int]:
+    def _checked(
+        self, algorithm: Choice, in_step: bool, named: NamedParameters | None = None
+    ) -> tuple[Algorithm, int]:
         """It, and after how many steps with the one before all ranks go on with it."""
 
-        def find() -> tuple[Algorithm, dict[torch.Tensor, str]]:
+        def find() -> tuple[Algorithm, Names]:
+            self._names = self._names or checked_names(self.inner, named)
             found = choice.resolved(algorithm, self.inner)
             found = choice.with_codec(found, self._of_gradients["compression"])
             fold_of(self.inner, found)  # is an error now and not after a warm-up
-            return found, checked_names(self.inner, self._named)
+            return found, self._names
 
         settings = {**self._of_gradients, "backward_passes_per_step": self._passes}
         name, group, steps = self._standing.name, self._process_set, self._step - self._since
@@ -294,7 +299,7 @@ class DistributedOptimizer(Wrapped):
         if algorithm.what in ("grad", "momentum"):
             return Gradients(
                 self.inner,
-                self._named,
+                self._names,
                 standing=self._standing,
                 algorithm=algorithm,
                 step=self._step,
@@ -303,7 +308,7 @@ class DistributedOptimizer(Wrapped):
         kind: type[BetweenSteps] = Outer if algorithm.what == "delta" else Mixing
         if algorithm.when == "background":
             kind = Background
-        driver = kind(self.inner, self._named, algorithm, self._standing, self._step)
+        driver = kind(self.inner, self._names, algorithm, self._standing, self._step)
         if isinstance(driver, Background):
             driver.resting = self._resting
         return driver

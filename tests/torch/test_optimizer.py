@@ -414,6 +414,26 @@ def test_frozen_between_steps_is_not_stepped(hvd):
     assert model[0].weight.grad is None
 
 
+@pytest.mark.parametrize("algorithm", [LocalSGD(every=2, warmup_steps=3), TopK(warmup_steps=3)])
+def test_a_group_that_is_added_has_names_for_every_algorithm(everyone, hvd, algorithm):
+    """Though `named_parameters` had none."""
+    model, head = mlp(), nn.Linear(3, 3)
+    for part in (model, head):
+        hvd.broadcast_parameters(part.state_dict(), 0)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), algorithm=algorithm)
+    optimizer.add_param_group({"params": head.parameters()})
+    for step, (inputs, targets) in enumerate(batches(everyone, 8)):
+        if step == 6:
+            optimizer.set_algorithm("gradient_allreduce")
+        optimizer.zero_grad()
+        outputs = head(model(mine(everyone, inputs)))
+        (outputs - mine(everyone, targets)).square().mean().backward()
+        optimizer.step()
+    assert_same_everywhere(hvd, model)
+    assert_same_everywhere(hvd, head)
+
+
 @pytest.mark.parametrize("how", ["no_sync", "passes", "shared", "local_sgd", "decentralized"])
 def test_frozen_with_a_gradient_is_stepped_by_everybodys_only(everyone, hvd, how):
     model = mlp()
