@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -14,45 +14,35 @@ from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.objects import allgather_object
 from bagua.common.process_set import ProcessSet
+from bagua.common.together import together
 from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch.bucket_plan import info_alone
 from bagua.torch.own import is_own
 from bagua.torch.safety import checksum_of
 
-Found = tuple[Algorithm, Mapping[torch.Tensor, str]]
 
-
-def checked_algorithm(
-    find: Callable[[], Found],
+def check_algorithm(
+    algorithm: Algorithm,
     steps: int,
     in_step: bool,
     of_gradients: dict[str, Any],
+    names: Mapping[torch.Tensor, str],
     name: str,
     process_set: ProcessSet,
-) -> tuple[Algorithm, Mapping[torch.Tensor, str], int]:
-    """The algorithm that `find` finds, names of what it is for, and after how many steps it comes.
+) -> int:
+    """Ranks that communicate in other ways, or from another step on, must hear so by name.
 
-    Ranks that communicate in other ways, or from another step on, must hear so by name, and of one
-    that finds none, too. Those that were not `in_step` go on where the first of them is.
+    Those that were not `in_step` go on where the first of them is: after so many steps.
     """
-    error, wrong, what, choices, settings = None, "", "what is chosen", {}, {}
-    try:
-        algorithm, names = find()
-        what = repr(algorithm)
+    with together(repr(algorithm), f"{name}.asked", process_set):
         _check_combination(algorithm, of_gradients["compression"], of_gradients["op"])
-        choices, settings = _choices(algorithm, names), _settings(of_gradients, names)
-    except Exception as failed:  # may be so on this rank alone
-        error, wrong = failed, f"{type(failed).__name__}: {failed}"
-    checksum = checksum_of(repr(choices))
-    everyone = allgather_object((wrong, what, steps, settings, checksum), name, process_set)
-    if error is not None:
-        raise error
-    _, first, first_steps, first_settings, _ = everyone[0]
+        choices = _choices(algorithm, names)
+    mine = (repr(algorithm), steps, _settings(of_gradients, names), checksum_of(repr(choices)))
+    everyone = allgather_object(mine, name, process_set)
+    first, first_steps, first_settings, _ = everyone[0]
     root = process_set.ranks[0]
-    for rank, (wrong, theirs, their_steps, settings, _) in zip(process_set.ranks, everyone):
-        if wrong:
-            raise UsageError(f"{theirs} fails on rank {rank}: {wrong}")
+    for rank, (theirs, their_steps, settings, _) in zip(process_set.ranks, everyone):
         if theirs != first:
             raise UsageError(
                 f"algorithms differ between ranks: {first} on rank {root}, {theirs} on rank {rank}"
@@ -68,7 +58,7 @@ def checked_algorithm(
             )
     if len({checksum for *_, checksum in everyone}) > 1:
         _tell_choices(allgather_object(choices, f"{name}.choices", process_set), process_set)
-    return algorithm, names, max(their_steps for _, _, their_steps, *_ in everyone)
+    return max(their_steps for _, their_steps, *_ in everyone)
 
 
 def _check_combination(algorithm: Algorithm, compression: Any, op: ReduceOp | None) -> None:

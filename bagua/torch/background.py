@@ -15,7 +15,7 @@ from bagua.common.objects import allgather_object
 from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch.between_steps import BetweenSteps
-from bagua.torch.pieces import Pairs, Piece, land_all
+from bagua.torch.pieces import Pairs, Piece, land_all, raise_first
 from bagua.torch.safety import first_odd
 
 
@@ -108,20 +108,20 @@ class Background(BetweenSteps):
         # What all have begun is agreed on by now, so it is over before this is.
         self._marker.launch(Urgency.WAITED)
         self._marker.land()
-        failed = None
+        failed: list[Exception] = []
         if self._given and all(piece.done() for piece in self._pieces):
             try:
                 finish()
             except Exception as error:
-                failed = error  # the others wait for this rank's word
+                failed.append(error)  # the others wait for this rank's word
         waiting = bool(self._given)
         everyone = allgather_object(waiting, self.standing.name("waiting"), self._process_set)
         if any(everyone) and not waiting:
             self._start()
         if self._given:
             finish()
-        if failed is not None:
-            raise failed
+        if failed:
+            raise_first(failed)
 
 
 def _move(pairs: Pairs) -> None:

@@ -5,7 +5,7 @@ the result, which mixing.py, background.py and outer.py say. Backward is left al
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -198,8 +198,7 @@ class BetweenSteps:
         dtype = dtype_name(params[0].dtype) if params else "float32"
         prefix = self.standing.name(f"weights.{self._generation}")
         info = BucketInfo(prefix, 0, dtype, count, sum(p.nbytes for p in params))
-
-        def plan() -> tuple[Exchange, list[Callable[[], Piece]]]:
+        with self.standing.planning():
             exchange = planned(self.algorithm, info, world(), self._step)
             makes = pieces_of(
                 prefix,
@@ -210,9 +209,6 @@ class BetweenSteps:
                 self.rounds,
                 self.algorithm.keeps_exact,
             )
-            return exchange, makes
-
-        exchange, makes = self.standing.planned(plan)
         with self.standing.laying_out("weights"):
             self._exchange = exchange
             self._pieces = [make() for make in makes]

@@ -53,12 +53,9 @@ class Plan:
     def buckets(self, runs: Sequence[Sequence[Slot]], cut: bool) -> list[Callable[[], Bucket]]:
         """What makes buckets over runs of slots, in order of readiness; `cut`: by size, too."""
         self.generation = self.standing.generation()
-
-        def plan() -> list[Callable[[], Bucket]]:
+        with self.standing.planning():
             parts = [slots for run in runs for slots in self._split(run, cut)]
             return [self._bucket(index, slots) for index, slots in enumerate(parts)]
-
-        return self.standing.planned(plan)
 
     def _split(self, run: Sequence[Slot], cut: bool) -> list[list[Slot]]:
         """The run by device, element type and algorithm, and by size.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bagua.algorithms import Algorithm
+from bagua.common import together
 from bagua.common.warn import warn
 from bagua.torch import kept, lost
 from bagua.torch.bucket_plan import Plan
@@ -65,7 +66,7 @@ class Checkpointed:
 
     def refuse(self, problem: str) -> None:
         """Other ranks that come to `take_up` hear why this one does not."""
-        kept.refuse(self._name, self._plan.process_set, problem)
+        together.refuse(self._name, self._plan.process_set, problem)
 
     @property
     def _name(self) -> str:

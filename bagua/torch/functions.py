@@ -72,8 +72,10 @@ def broadcast_parameters(
         if isinstance(tensor, torch.Tensor) and not own.has(tensor):
             tensors.append((str(name), tensor))
     tensors.sort(key=lambda pair: pair[0])  # ranks may differ in their order
-    distinct = {_memory_of(tensor): (name, tensor) for name, tensor in reversed(tensors)}
-    named = list(distinct.values())[::-1]
+    distinct: dict[Any, tuple[str, torch.Tensor]] = {}
+    for name, tensor in tensors:
+        distinct.setdefault(_memory_of(tensor), (name, tensor))
+    named = list(distinct.values())
     check_alike(named, process_set)
     broadcast_all([tensor for _, tensor in named], root_rank, process_set)
 

@@ -11,15 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from bagua.algorithms import Algorithm
 from bagua.common.errors import UsageError
-from bagua.common.kinds import Kind, ReduceOp
-from bagua.common.numpy_ops import allreduce
-from bagua.common.objects import allgather_object
 from bagua.common.process_set import ProcessSet
-from bagua.common.requests import refuse_quietly
+from bagua.common.together import gathered_if_any
 from bagua.common.warn import warn
 from bagua.common.world import world
 
@@ -59,15 +54,12 @@ def agrees(
                 both = f" {theirs}, this is {value}" if what != "parameters" else " others"
                 problem = f"it is of {what}{both}"
         layout = state["layout"]
-    # Where nobody has loaded, nobody has to say more; a rank that has joined leaves the flag alone.
-    flag = np.array([layout is not None], np.uint8)
-    flag = allreduce(flag, name=_first(name), op=ReduceOp.Max, process_set=process_set)
-    if not flag[0]:
-        return False
     try:
-        everyone = allgather_object((problem, layout), name, process_set)
+        everyone = gathered_if_any((problem, layout), layout is not None, name, process_set)
     except UsageError:
         everyone = [("a rank has joined already", layout)]
+    if not everyone:
+        return False  # nobody has loaded
     problems = [text for text, _ in everyone if text]
     if any(theirs != layout for _, theirs in everyone):
         problems.append("ranks have checkpoints of different steps, or none")
@@ -78,12 +70,3 @@ def agrees(
             "the same bits",
         )
     return not problems
-
-
-def refuse(name: str, process_set: ProcessSet, problem: str) -> None:
-    """Other ranks that come to `agrees` hear why this one does not."""
-    refuse_quietly(Kind.ALLREDUCE, _first(name), process_set, problem)
-
-
-def _first(name: str) -> str:
-    return f"{name}.any"

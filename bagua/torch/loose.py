@@ -16,6 +16,7 @@ from bagua.common.requests import refuse_quietly
 from bagua.torch import ops
 from bagua.torch.bucket_plan import Plan, info_alone
 from bagua.torch.buckets import Watch
+from bagua.torch.pieces import raise_first
 from bagua.torch.slot import Slot
 
 
@@ -110,7 +111,7 @@ class Loose:
 
     def deliver(self) -> None:
         flying, self._flying, self._asked = self._flying, [], 0
-        errors: list[BaguaError] = []
+        errors: list[Exception] = []
         for slot, handle, context in flying:
             try:
                 result = ops.synchronize(handle)
@@ -121,7 +122,7 @@ class Loose:
                 result = self._compression.decompress(result, context)
             slot.param.grad = result
         if errors:
-            raise errors[0]
+            raise_first(errors)
 
 
 def _as_sparse(param: torch.Tensor, grad: Any) -> torch.Tensor:

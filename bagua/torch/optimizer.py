@@ -14,9 +14,10 @@ from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.process_set import ProcessSet, checked, global_process_set
 from bagua.common.requests import reduce_op
+from bagua.common.together import together
 from bagua.common.world import world
 from bagua.torch import alone, capture, choice, joined, kept, safety
-from bagua.torch.agreement import checked_algorithm
+from bagua.torch.agreement import check_algorithm
 from bagua.torch.background import Background
 from bagua.torch.between_steps import BetweenSteps
 from bagua.torch.bucket_plan import fold_of
@@ -277,19 +278,15 @@ class DistributedOptimizer(Wrapped):
         self, algorithm: Choice, in_step: bool, named: NamedParameters | None = None
     ) -> tuple[Algorithm, int]:
         """It, and after how many steps with the one before all ranks go on with it."""
-
-        def find() -> tuple[Algorithm, Names]:
-            self._names = self._names or checked_names(self.inner, named)
+        name, group = self._standing.name, self._process_set
+        with together("what is chosen", name("chosen"), group):
+            names = self._names = self._names or checked_names(self.inner, named)
             found = choice.resolved(algorithm, self.inner)
             found = choice.with_codec(found, self._of_gradients["compression"])
             fold_of(self.inner, found)  # is an error now and not after a warm-up
-            return found, self._names
-
+        steps = self._step - self._since
         settings = {**self._of_gradients, "backward_passes_per_step": self._passes}
-        name, group, steps = self._standing.name, self._process_set, self._step - self._since
-        found, names, steps = checked_algorithm(
-            find, steps, in_step, settings, name("algorithm"), group
-        )
+        steps = check_algorithm(found, steps, in_step, settings, names, name("algorithm"), group)
         choice.tell_what_matches_nothing(found, names.values(), group)
         op: Any = self._of_gradients["op"]
         check_own([(of, param) for param, of in names.items()], found, op, name("own"), group)

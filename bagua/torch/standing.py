@@ -15,14 +15,11 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
-import numpy as np
-
 from bagua.common.core import core
 from bagua.common.errors import BaguaError, UsageError
-from bagua.common.kinds import ReduceOp
-from bagua.common.numpy_ops import allreduce
-from bagua.common.objects import allgather_object, broadcast_object
+from bagua.common.objects import broadcast_object
 from bagua.common.process_set import ProcessSet
+from bagua.common.together import together
 from bagua.common.world import world
 
 _REMEDY = (
@@ -30,7 +27,6 @@ _REMEDY = (
     "on every rank, and broadcast_parameters() or load a checkpoint"
 )
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-_Plan = TypeVar("_Plan")
 _numbers = itertools.count()  # of optimizers
 
 
@@ -72,35 +68,9 @@ class Standing:
             core.withdraw(world().engine, f"{self.prefix}.", self.process_set._id(), self._problem)
         self.withdrawn = True
 
-    def planned(self, plan: Callable[[], _Plan]) -> _Plan:
-        """What all ranks plan at once, before they change anything: if one cannot, nobody does."""
-        made, failed, why = None, None, ""
-        try:
-            made = plan()
-        except Exception as error:
-            failed, why = error, _in_a_line(error)
-        try:
-            problem = self._problem_of_any("plan", why)
-        except BaguaError:
-            if failed is None:
-                raise
-        if failed is not None:
-            raise failed
-        if problem:
-            raise UsageError(f"{self.prefix}: what is planned fails on {problem}")
-        return cast(_Plan, made)
-
-    def _problem_of_any(self, what: str, mine: str) -> str:
-        """And whose it is. Costs a byte where nobody has one; who has joined takes part."""
-        name, group = self.name(what), self.process_set
-        flag = np.array([bool(mine)], np.uint8)
-        if not allreduce(flag, name=f"{name}.any", op=ReduceOp.Max, process_set=group)[0]:
-            return ""
-        try:
-            everyone = allgather_object(mine, name, group)
-        except UsageError:
-            return "a rank, which tells"
-        return next(f"rank {rank}: {text}" for rank, text in zip(group.ranks, everyone) if text)
+    def planning(self) -> contextlib.AbstractContextManager[None]:
+        """All ranks do at once, before they change anything: if one cannot, nobody goes on."""
+        return together(f"{self.prefix}: what is planned", self.name("plan"), self.process_set)
 
     @contextlib.contextmanager
     def laying_out(self, what: str) -> Iterator[None]:
@@ -108,16 +78,13 @@ class Standing:
         try:
             yield
         except Exception as error:
-            self.withdraw(f"could not make its {what} ({_in_a_line(error)})")
+            why = str(error).partition("\n")[0]
+            self.withdraw(f"could not make its {what} ({type(error).__name__}: {why})")
             raise
 
     def check(self) -> None:
         if self.withdrawn:
             raise UsageError(f"{self.prefix}: this rank {self._problem}")
-
-
-def _in_a_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _guard(method: _Method, runs_users_code: bool) -> _Method:

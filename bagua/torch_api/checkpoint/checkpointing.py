@@ -11,10 +11,9 @@ comparing checksums. Cost: a checksum of everything on every rank, beside writin
 
 from __future__ import annotations
 
-import contextlib
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Union
 
@@ -22,6 +21,7 @@ import torch
 
 from bagua.common.errors import UsageError
 from bagua.common.objects import allgather_object, broadcast_object
+from bagua.common.together import together
 from bagua.common.warn import warn
 from bagua.torch_api.checkpoint import files
 from bagua.torch_api.checkpoint.items import Items, Key, digest, items_of, take_up
@@ -57,14 +57,14 @@ def save_checkpoint(
     experts = {key for key in own if key[0] != "kept"}
     about = (bool(lacks or set(mine) - own), bool(experts), bool(own - experts))
     differ, any_experts, kept = (any(each) for each in zip(*allgather_object(about)))
-    with _together(f"checkpoint {folder}"):
+    with together(f"checkpoint {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         files.write(folder / files.rank_file(get_rank()), {**head, "items": mine, "lacks": lacks})
         if get_rank() == 0:
             shared = {key: value for key, value in items.items() if key not in own}
             flags = {"differ": differ, "experts": any_experts, "kept": kept}
             files.write(folder / files.SHARED, {**head, **flags, "items": shared})
-    with _together(f"checkpoint {folder}"):
+    with together(f"checkpoint {folder}"):
         if not (folder / files.SHARED).exists():
             raise UsageError(f"{folder} is not where rank 0 has it; give a folder all ranks see")
         if get_rank() == 0:
@@ -88,7 +88,7 @@ def load_checkpoint(
     Args:
         strict: the model has exactly the weights of the checkpoint.
     """
-    with _together(f"checkpoints in {checkpoints_path}"):
+    with together(f"checkpoints in {checkpoints_path}"):
         found = files.latest(Path(checkpoints_path))
     numbers = allgather_object(None if found is None else found[0])
     if any(number != numbers[0] for number in numbers):
@@ -99,7 +99,7 @@ def load_checkpoint(
     if found is None:
         return 0
     iteration, folder = found
-    with _together(f"checkpoint {folder}"):
+    with together(f"checkpoint {folder}"):
         shared = files.read(folder / files.SHARED)
         items = _of_this_rank(folder, shared)
         take_up(items, _plain(model), _listed(optimizer), lr_scheduler, strict)
@@ -149,19 +149,3 @@ def _listed(optimizers: _Optimizers) -> Sequence[torch.optim.Optimizer]:
     if optimizers is None:
         return []
     return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
-
-
-@contextlib.contextmanager
-def _together(what: str) -> Iterator[None]:
-    """What fails on one rank is an error on all: none goes on and waits for it."""
-    problem = None
-    try:
-        yield
-    except Exception as error:
-        problem = error
-    everyone = allgather_object(None if problem is None else f"{type(problem).__name__}: {problem}")
-    if problem is not None:
-        raise problem
-    for rank, text in enumerate(everyone):
-        if text is not None:
-            raise UsageError(f"{what}: rank {rank} failed: {text}")

@@ -165,7 +165,7 @@ def test_one_that_fails_on_a_rank_is_no_checkpoint(everyone, bagua, folder, monk
 
         monkeypatch.setattr(torch, "save", fail)
     last = everyone.me == everyone.size - 1
-    message = "no space left" if last else f"rank {everyone.size - 1} failed: OSError: no space"
+    message = "no space left" if last else f"fails on rank {everyone.size - 1}: OSError: no space"
     with pytest.raises(OSError if last else ValueError, match=message):
         bagua.checkpoint.save_checkpoint(2, folder, *trained)
     assert not (folder / "iter_0000002" / f"rank_{everyone.size - 1:05d}.pt").exists()
