@@ -50,9 +50,10 @@ def agrees(
     if state is not None:
         for what, value in mine.items():
             theirs = state["identity"].get(what, value)  # a layout is everybody's
-            if theirs != value:
-                both = f" {theirs}, this is {value}" if what != "parameters" else " others"
-                problem = f"it is of {what}{both}"
+            if theirs != value and what == "parameters":
+                problem = _unlike(theirs, value)
+            elif theirs != value:
+                problem = f"it is of {what} {theirs}, this is {value}"
         layout = state["layout"]
     try:
         everyone = gathered_if_any((problem, layout), layout is not None, name, process_set)
@@ -70,3 +71,10 @@ def agrees(
             "the same bits",
         )
     return not problems
+
+
+def _unlike(theirs: Any, mine: Any) -> str:
+    more = [f"more parameters, as {name}" for name in theirs if name not in mine]
+    fewer = [f"fewer parameters, without {name}" for name in mine if name not in theirs]
+    which = next(iter(more + fewer), "the same parameters in another order")
+    return f"it is of {which} (who freezes or thaws some, saves after the next zero_grad())"

@@ -221,13 +221,14 @@ class Layout:
 
     def _learn_order(self) -> None:
         """Lays the buckets out anew in the order in which the first rank's gradients came."""
-        order, self.order = self.order or [], None
+        order = self.order or []
         slots = list(self.slots.values())
         places = np.zeros(len(slots), np.int64)
         if self._plan.process_set.rank() == 0:
             place = {slot: number for number, slot in enumerate(dict.fromkeys(order), 1)}
             places[:] = [place.get(slot, len(slots) + 1) for slot in slots]
-        places = self._agreed("order", places, ReduceOp.Sum)
+        places = self._agreed("order", places, ReduceOp.Sum)  # after an error the next step asks
+        self.order = None
         learned = [slots[i] for i in np.argsort(places, kind="stable")]
         current = [slot for run in self.runs for slot in run]
         if self.rebuild_due or (places.any() and learned != current):

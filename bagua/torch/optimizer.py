@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Union
 
@@ -35,11 +36,11 @@ from bagua.torch.standing import Standing, around_users_code, in_one_piece
 from bagua.torch.wrapped import Wrapped
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
-
-
 Progress = tuple[int, int, int]
 Place = tuple[Progress, str]
 Driver = Union[Gradients, BetweenSteps]
+# By what they wrap, the latest one.
+_wrappers: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 
 
 class DistributedOptimizer(Wrapped):
@@ -113,8 +114,19 @@ class DistributedOptimizer(Wrapped):
             choice.tell_what_is_overruled(algorithm, self._algorithm, self._process_set)
         choice.tell_what_is_exact(self._algorithm, self._process_set)
         self._driver: Driver = self._driver_of(at_step(self._algorithm, 0))
+        self._take_over()
         joined.note(self)
         self.set_backward_passes_per_step(backward_passes_per_step)
+
+    def _take_over(self) -> None:
+        """From who wrapped the same optimizer before, and may be kept, as by an error it raised.
+
+        On other ranks it may not be there any more: nothing must exchange in its name.
+        """
+        before = _wrappers.get(self.inner, lambda: None)()
+        if before is not None and isinstance(before._driver, Gradients):
+            before._driver.close()
+        _wrappers[self.inner] = weakref.ref(self)
 
     # ---- training ------------------------------------------------------------------------------
 

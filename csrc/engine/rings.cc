@@ -90,35 +90,35 @@ class Introduction {
   std::vector<std::shared_ptr<char>> rings_;  // by peer
 };
 
-void meet_first(Introduction& meeting, SocketChannel& channel, int first, int rank) {
-  meeting.offer(0);
-  const Introduction::Offer offer = meeting.take(0);
+void meet_first(Introduction& introduction, SocketChannel& channel, int first, int rank) {
+  introduction.offer(0);
+  const Introduction::Offer offer = introduction.take(0);
   if (first != 0)
-    channel.go_by(first, connect_to_listener(offer.text, first, rank, meeting.left_s(),
-                                             [&] { meeting.look(); }));
-  meeting.share(0, offer.ring);
+    channel.go_by(first, connect_to_listener(offer.text, first, rank, introduction.left_s(),
+                                             [&] { introduction.look(); }));
+  introduction.share(0, offer.ring);
 }
 
-void meet_others(Introduction& meeting, SocketChannel& channel, const std::vector<int>& ranks,
+void meet_others(Introduction& introduction, SocketChannel& channel, const std::vector<int>& ranks,
                  const std::string& interfaces) {
   const int others = static_cast<int>(ranks.size());
   std::vector<Introduction::Offer> offers(1);
   std::vector<Socket> sockets;
   const auto exchange = [&](const std::string& text) {
-    for (int peer = 1; peer < others; ++peer) meeting.offer(peer, text);
-    for (int peer = 1; peer < others; ++peer) offers.push_back(meeting.take(peer));
+    for (int peer = 1; peer < others; ++peer) introduction.offer(peer, text);
+    for (int peer = 1; peer < others; ++peer) offers.push_back(introduction.take(peer));
   };
   if (ranks[0] == 0) {
     exchange("");
   } else {
     SocketListener listener(ranks, interfaces);
     exchange(listener.address());
-    sockets = listener.accept(meeting.left_s(), [&] { meeting.look(); });
+    sockets = listener.accept(introduction.left_s(), [&] { introduction.look(); });
   }
   for (int peer = 1; peer < others; ++peer) {
     const auto i = static_cast<size_t>(peer);
     if (ranks[0] != 0) channel.carry(ranks[i], std::move(sockets[i]));
-    meeting.share(peer, offers[i].ring);
+    introduction.share(peer, offers[i].ring);
   }
 }
 
@@ -151,13 +151,13 @@ void share_rings(SocketChannel& channel, Transport& transport, const Config& con
   if (transport.rank() == 0 && carried) channel.set_carriers(carriers);
   Node* node = transport.node();
   if (!node || (!carried && node->first_rank() != 0)) return;
-  Introduction meeting(channel, *node, config.start_timeout_s);
+  Introduction introduction(channel, *node, config.start_timeout_s);
   std::vector<int> ranks;
   for (int peer = 0; peer < node->size(); ++peer) ranks.push_back(node->rank_of(peer));
   if (transport.rank() == ranks[0]) {
-    meet_others(meeting, channel, ranks, config.network_interfaces);
+    meet_others(introduction, channel, ranks, config.network_interfaces);
   } else {
-    meet_first(meeting, channel, ranks[0], transport.rank());
+    meet_first(introduction, channel, ranks[0], transport.rank());
   }
 }
 

@@ -719,6 +719,25 @@ def test_a_warm_up_by_weights(everyone, hvd, inner, resume_at):
     assert_equal_everywhere(hvd, replica.params)
 
 
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_a_checkpoint_after_a_parameter_was_frozen(everyone, hvd, recwarn, zeroes):
+    """Before the optimizer has noticed so it is of another model, and the warning says of which."""
+    saved, resumed = Replica(everyone.me, "sgd"), Replica(everyone.me, "sgd")
+    optimizer = hvd.DistributedOptimizer(saved.optimizer, algorithm=LocalSGD(every=4))
+    go_on_together(hvd, saved, optimizer, 2)
+    saved.params[0].requires_grad_(False)
+    if zeroes:
+        optimizer.zero_grad()
+    state = copy.deepcopy(optimizer.state_dict())
+    resumed.params[0].requires_grad_(False)
+    again = hvd.DistributedOptimizer(resumed.optimizer, algorithm=LocalSGD(every=4))
+    again.load_state_dict(state)
+    go_on_together(hvd, resumed, again, 1)
+    warned = [str(w.message) for w in recwarn if "begins anew" in str(w.message)]
+    assert len(warned) == (not zeroes)
+    assert all("more parameters, as parameter.0 (who freezes" in text for text in warned)
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_ranks_that_have_not_all_stepped_a_parameter(everyone, hvd, frozen):
     """It is frozen while ranks change to gradients, or of one rank alone."""

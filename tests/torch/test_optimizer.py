@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -412,6 +414,60 @@ def test_frozen_between_steps_is_not_stepped(hvd):
         optimizer.step()
     assert torch.equal(model[0].weight, frozen)
     assert model[0].weight.grad is None
+
+
+def test_wrapped_anew_while_one_rank_keeps_the_wrapper_before(everyone, hvd):
+    """As an exception does that a script keeps."""
+    model, oracle = mlp(), mlp()
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    oracle.load_state_dict(model.state_dict())
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(sgd)
+    kept = []
+    for step, (inputs, targets) in enumerate(batches(everyone, 5)):
+        if step == 3:
+            kept += [optimizer] if everyone.me == 0 else []
+            optimizer = hvd.DistributedOptimizer(sgd)
+            gc.collect()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        loss_of(model, mine(everyone, inputs), mine(everyone, targets)).backward()
+        loss_of(oracle, inputs, targets).backward()
+        optimizer.step()
+        reference.step()
+    assert_close(model, oracle)
+    assert_same_everywhere(hvd, model)
+
+
+def test_the_order_is_asked_for_again_after_an_error(everyone, hvd, monkeypatch):
+    model = mlp()
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    layout = optimizer._driver.layout
+    steps = iter(batches(everyone, 3))
+
+    def step() -> None:
+        inputs, targets = next(steps)
+        optimizer.zero_grad()
+        loss_of(model, mine(everyone, inputs), mine(everyone, targets)).backward()
+        optimizer.step()
+
+    def late(what: str, values: Any, op: Any) -> Any:
+        raise hvd.PeerError("a rank is late")
+
+    with monkeypatch.context() as patch:
+        agreed = layout._agreed
+        patch.setattr(
+            layout, "_agreed", lambda what, *a: (late if what == "order" else agreed)(what, *a)
+        )
+        with pytest.raises(hvd.PeerError, match="late"):
+            step()
+    assert not layout.settled
+    step()
+    assert layout.settled
+    step()
+    assert_same_everywhere(hvd, model)
 
 
 @pytest.mark.parametrize("algorithm", [LocalSGD(every=2, warmup_steps=3), TopK(warmup_steps=3)])
