@@ -339,8 +339,11 @@ class DistributedOptimizer(Wrapped):
                 now.hand_over()
             else:
                 now.settle()
-            self._change_to(wanted)  # or all stay what they were
-            now.close()
+            self._standing.make_room = now.close  # unless all stay what they were
+            try:
+                self._change_to(wanted)
+            finally:
+                self._standing.make_room = lambda: None
         if self._loaded is not None:
             self._driver.load_state(self._loaded, self._step)
             self._loaded = None

@@ -46,6 +46,8 @@ class Standing:
         self.withdrawn = False
         self._problem = ""  # why it has
         self._generations = itertools.count(1)
+        # Closes what the next thing that is laid out takes the place of.
+        self.make_room: Callable[[], None] = lambda: None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -75,6 +77,8 @@ class Standing:
     @contextlib.contextmanager
     def laying_out(self, what: str) -> Iterator[None]:
         """All ranks do at once, and would wait for one that cannot, mostly for want of memory."""
+        make_room, self.make_room = self.make_room, lambda: None
+        make_room()
         try:
             yield
         except Exception as error:
