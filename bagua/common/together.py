@@ -27,19 +27,16 @@ def together(
     except Exception as error:
         failed = error
     mine = "" if failed is None else f"{type(failed).__name__}: {failed}"
-    everyone: list[str] = []
+    everyone: list[str] | None = []
     try:
         everyone = gathered_if_any(mine, bool(mine), name, process_set)
-    except UsageError:
-        if failed is None:
-            raise UsageError(
-                f"{what} fails on a rank, which says why; others have joined"
-            ) from None
     except BaguaError:
         if failed is None:
             raise
     if failed is not None:
         raise failed
+    if everyone is None:
+        raise UsageError(f"{what} fails on a rank, which says why; others have joined")
     for rank, text in zip(process_set.ranks, everyone):
         if text:
             raise UsageError(f"{what} fails on rank {rank}: {text}")
@@ -47,14 +44,19 @@ def together(
 
 def gathered_if_any(
     mine: Any, has: bool, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[Any]:
+) -> list[Any] | None:
     """Every rank's, in rank order, if any has something to say; else nothing, at a byte's cost.
 
-    Ranks that have joined take part in the question, but while there are such nobody can say more.
+    Ranks that have joined take part in the question. They say nothing, and then nobody can: None.
     """
     flag = np.array([has], np.uint8)
     flag = allreduce(flag, name=_question(name), op=ReduceOp.Max, process_set=process_set)
-    return allgather_object(mine, name, process_set) if flag[0] else []
+    if not flag[0]:
+        return []
+    try:
+        return allgather_object(mine, name, process_set)
+    except UsageError:
+        return None
 
 
 def refuse(name: str, process_set: ProcessSet, problem: str) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from bagua.algorithms import Algorithm
-from bagua.common.errors import UsageError
 from bagua.common.process_set import ProcessSet
 from bagua.common.together import gathered_if_any
 from bagua.common.warn import warn
@@ -55,9 +54,8 @@ def agrees(
             elif theirs != value:
                 problem = f"it is of {what} {theirs}, this is {value}"
         layout = state["layout"]
-    try:
-        everyone = gathered_if_any((problem, layout), layout is not None, name, process_set)
-    except UsageError:
+    everyone = gathered_if_any((problem, layout), layout is not None, name, process_set)
+    if everyone is None:
         everyone = [("a rank has joined already", layout)]
     if not everyone:
         return False  # nobody has loaded

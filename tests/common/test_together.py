@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from bagua.common.together import gathered_if_any, together
+from bagua.common.together import gathered_if_any, refuse, together
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
@@ -77,3 +77,13 @@ def test_what_ranks_have_to_say(bagua):
     assert gathered_if_any("nothing", False, "says") == []
     last = bagua.size() - 1
     assert gathered_if_any(bagua.rank(), bagua.rank() == last, "says") == list(range(bagua.size()))
+
+
+@pytest.mark.ranks(2, 3)
+def test_who_does_not_come_says_why(bagua):
+    if bagua.rank() == 0:
+        refuse("refused", bagua.global_process_set, "on purpose")
+    else:
+        with pytest.raises(bagua.UsageError, match="rank 0: on purpose"):
+            gathered_if_any("something", True, "refused")
+    assert gathered_if_any("nothing", False, "afterwards") == []
