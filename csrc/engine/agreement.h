@@ -40,7 +40,9 @@ class Agreement {
   void decide(bool idle);
   void decide_everything();
   // Gives up on what some wait for; see Ledger.
-  void reject(const Ledger::Stall& stall, const std::string& text) { ledger_->reject(stall, text); }
+  void give_up(const Ledger::Stall& stall, const std::string& text, double now_s) {
+    ledger_->give_up(stall, text, now_s);
+  }
 
   // ---- what this rank hears ----
   void hear(int from, MessageType type, Reader& r);  // a report or a decision

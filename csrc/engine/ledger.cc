@@ -4,6 +4,8 @@
 #include <functional>
 #include <numeric>
 
+#include "common/ranks_text.h"
+
 namespace bagua {
 bool allows_joined(OpKind kind) {
   return kind == OpKind::kAllreduce || kind == OpKind::kAllgather || kind == OpKind::kBarrier ||
@@ -176,6 +178,7 @@ void Ledger::turn_away(int rank, const Report& report) {
 void Ledger::arrive_bit(int32_t set, int member, int32_t id, double now_s) {
   Set& s = sets_[set];
   Entry& entry = s.entries[static_cast<size_t>(id)];
+  if (comes_late(set, member, {entry.name, 0}, true)) return;
   s.set_bit(member, id);
   if (entry.open_since_s == 0) entry.open_since_s = now_s;
   const auto contested = s.pending.empty() ? s.pending.end() : s.pending.find({entry.name, 0});
@@ -206,6 +209,7 @@ void Ledger::gather_bits(Set& s, int32_t id, Pending& pending) {
 
 void Ledger::arrive(int32_t set, int member, const Report::Full& full, double now_s) {
   if (full.for_good) return withdraw(set, member, full);
+  if (comes_late(set, member, full.key, full.refusal.empty())) return;
   Set& s = sets_[set];
   const auto [it, fresh] = s.pending.try_emplace(full.key);
   Pending& pending = it->second;
@@ -281,6 +285,35 @@ void Ledger::reject(const Stall& stall, const std::string& text) {
   if (stall.key.seq != 0 || known == s.by_name.end()) return;
   for (int m = 0; m < static_cast<int>(s.ranks.size()); ++m) s.clear_bit(m, known->second);
   s.entries[static_cast<size_t>(known->second)].open_since_s = 0;
+}
+
+void Ledger::give_up(const Stall& stall, const std::string& text, double now_s) {
+  reject(stall, text);
+  if (stall.key.is_join()) return;
+  Set& s = sets_[stall.set];
+  const std::string late =
+      stall.label + ": " + ranks_text(stall.waiting) + " gave up waiting for this rank (stall_fail_s)";
+  for (const int rank : stall.missing)
+    s.given_up[{s.member_of(rank), stall.key}] = {late, now_s};
+}
+
+// Whether the others have given this up; whoever `waits` for it hears so.
+bool Ledger::comes_late(int32_t set, int member, const Key& key, bool waits) {
+  Set& s = sets_[set];
+  if (s.given_up.empty()) return false;
+  const auto found = s.given_up.find({member, key});
+  if (found == s.given_up.end()) return false;
+  const int rank = s.ranks[static_cast<size_t>(member)];
+  if (waits)
+    decision(set).rejections.push_back({key, ErrorKind::kPeer, found->second.text, {rank}});
+  s.given_up.erase(found);
+  return true;
+}
+
+void Ledger::Set::meet(const Description& description, double since_s) {
+  if (given_up.empty() || description.background) return;
+  for (auto item = given_up.begin(); item != given_up.end();)
+    item = item->second.at_s <= since_s ? given_up.erase(item) : std::next(item);
 }
 
 bool Ledger::any_open() const {

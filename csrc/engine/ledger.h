@@ -49,8 +49,9 @@ class Ledger {
     bool background = false;  // others go on meanwhile, however long a rank takes
   };
   std::vector<Stall> stalls(double now_s, double age_s) const;
-  // Gives a stalled request up, with an error on every rank that waits.
-  void reject(const Stall& stall, const std::string& text);
+  // Gives a stalled request up, with an error on every rank that waits, and on a missing one when
+  // it comes: what it brings must not meet what the others bring next.
+  void give_up(const Stall& stall, const std::string& text, double now_s);
   bool any_open() const;
 
  private:
@@ -75,6 +76,12 @@ class Ledger {
     // What users know it by.
     std::string label(const Key& key) const;
     bool background() const;
+    bool of_several_steps() const;
+  };
+  // What others have given up, for a member that has not come to it yet.
+  struct GivenUp {
+    std::string text;
+    double at_s;
   };
   struct Set {
     std::vector<int> ranks;
@@ -84,6 +91,7 @@ class Ledger {
     std::unordered_map<std::string, int32_t> by_bytes;  // unnamed entries, by description
     std::vector<std::vector<uint64_t>> bits;            // by member, one bit per named entry
     std::map<Key, Pending> pending;
+    std::map<std::pair<int, Key>, GivenUp> given_up;  // by member, too
     std::vector<bool> joined, left;  // by member
     size_t joined_count = 0;
     bool anyone_left = false;
@@ -102,12 +110,16 @@ class Ledger {
     bool bit(int member, int32_t id) const;
     void clear_bit(int member, int32_t id);
     void set_bit(int member, int32_t id);
+    // Members that meet in what was begun after they missed each other are not late any more.
+    void meet(const Description& description, double since_s);
   };
 
   Decision& decision(int32_t set);
   void turn_down(int32_t set, const Key& key, ErrorKind kind, const std::string& why,
                  std::vector<int> ranks, std::string label = "");
   void hold_back(Decision& decision);
+  void reject(const Stall& stall, const std::string& text);
+  bool comes_late(int32_t set, int member, const Key& key, bool waits);
   void turn_away(int rank, const Report& report);
   void forget_removed();
   void arrive(int32_t set, int member, const Report::Full& full, double now_s);

@@ -11,12 +11,24 @@ namespace {
 constexpr size_t kMaxNames = 1 << 16;
 constexpr size_t kMaxUnnamed = 1 << 12;
 
+std::string gone_text(const std::vector<int>& gone) {
+  return ranks_text(gone) + (gone.size() == 1 ? " has" : " have") +
+         " shut down; by an error, or ahead of the others? With fewer batches a rank should join()";
+}
+
 }  // namespace
 
 std::string Ledger::Pending::label(const Key& key) const {
   if (!key.name.empty() || descriptions.empty()) return key.name;
   const OpKind kind = Description::decode(descriptions[0]).kind;
   return std::string(kind_name(kind)) + " #" + std::to_string(key.seq);
+}
+
+bool Ledger::Pending::of_several_steps() const {
+  const int32_t first = Description::decode(descriptions.at(0)).earlier;
+  return std::any_of(
+      descriptions.begin(), descriptions.end(),
+      [&](const std::string& bytes) { return Description::decode(bytes).earlier != first; });
 }
 
 bool Ledger::Pending::background() const {
@@ -40,16 +52,11 @@ void Ledger::settle_bits(int32_t set, int32_t id) {
   if (!withdrawn.empty()) {
     turn_down(set, {entry.name, 0}, ErrorKind::kPeer, withdrawn, s.with_bit(id));
   } else if (!gone.empty()) {
-    const std::string kind = kind_name(entry.description.kind);
-    turn_down(set, {entry.name, 0}, ErrorKind::kLeft,
-              ranks_text(gone) +
-                  (gone.size() == 1 ? " has shut down and takes" : " have shut down and take") +
-                  " no part in this " + kind +
-                  "; did it end by an error? With fewer batches it should call join()",
-              s.with_bit(id));
+    turn_down(set, {entry.name, 0}, ErrorKind::kLeft, gone_text(gone), s.with_bit(id));
   } else if (!problem.empty()) {
     turn_down(set, {entry.name, 0}, ErrorKind::kUsage, problem, s.with_bit(id));
   } else {
+    s.meet(entry.description, entry.open_since_s);
     decision(set).agreed.push_back({id, 0});
   }
   for (int m = 0; m < static_cast<int>(s.ranks.size()); ++m) s.clear_bit(m, id);
@@ -81,10 +88,7 @@ void Ledger::settle_pending(int32_t set, std::map<Key, Pending>::iterator it) {
   } else if (gone.empty()) {
     resolve(set, key, settled);
   } else {
-    turn_down(set, key, ErrorKind::kLeft,
-              "cannot be completed without " + ranks_text(gone) +
-                  ", already shut down; did it return early or skip a step?",
-              s.arrived(settled), settled.label(key));
+    turn_down(set, key, ErrorKind::kLeft, gone_text(gone), s.arrived(settled), settled.label(key));
   }
   for (auto& [member, full] : settled.later) arrive(set, member, full, settled.since_s);
 }
@@ -97,10 +101,17 @@ void Ledger::resolve(int32_t set, const Key& key, Pending& pending) {
       refusals += (refusals.empty() ? "" : "; ") + ("rank " + std::to_string(s.ranks[m])) + ": " +
                   pending.arrivals[m]->refusal;
   std::string problem = refusals;
-  if (problem.empty() && pending.descriptions.size() > 1) problem = mismatch(s, pending);
+  ErrorKind kind = ErrorKind::kUsage;
+  if (problem.empty() && pending.descriptions.size() > 1) {
+    problem = mismatch(s, pending);
+    if (pending.of_several_steps()) kind = ErrorKind::kPeer;  // some are ahead of the others
+  }
   if (problem.empty()) problem = objection(set, Description::decode(pending.descriptions[0]));
-  if (problem.empty()) return agree(set, key, pending.descriptions[0]);
-  turn_down(set, key, ErrorKind::kUsage, problem, s.arrived(pending), pending.label(key));
+  if (problem.empty()) {
+    s.meet(Description::decode(pending.descriptions[0]), pending.since_s);
+    return agree(set, key, pending.descriptions[0]);
+  }
+  turn_down(set, key, kind, problem, s.arrived(pending), pending.label(key));
 }
 
 void Ledger::turn_down(int32_t set, const Key& key, ErrorKind kind, const std::string& why,
@@ -220,6 +231,9 @@ void Ledger::join(int32_t set, int member, double now_s) {
   s.joined[static_cast<size_t>(member)] = true;
   s.last_joined = s.ranks[static_cast<size_t>(member)];
   ++s.joined_count;
+  // It comes to nothing any more that it was late for.
+  for (auto item = s.given_up.begin(); item != s.given_up.end();)
+    item = item->first.first == member ? s.given_up.erase(item) : std::next(item);
   settle_all(set);
   settle_join(set);
 }

@@ -163,9 +163,11 @@ void Watch::look_for_stalls(double now) {
         const std::string other = instead.of(stall);
         const char* advice = other.empty() ? "; did it skip this call, or take another branch?"
                                            : "; all ranks must make the same calls";
-        agreement_.reject(stall, stall.label + ": " + ranks_text(stall.missing) +
-                                     " not ready after " + seconds(at_.config.stall_fail_s) +
-                                     other + advice + " (stall_fail_s)");
+        agreement_.give_up(stall,
+                           stall.label + ": " + ranks_text(stall.missing) + " not ready after " +
+                               seconds(at_.config.stall_fail_s) + other + advice +
+                               " (stall_fail_s)",
+                           now);
       }
     }
     agreement_.decide(runner_.idle());

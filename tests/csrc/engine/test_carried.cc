@@ -176,7 +176,7 @@ TEST(Goodbyes, ARankThatEndsAheadOfItsGoodbyeHasNotFailed) {
       },
       [&](Engine& engine) {
         const std::string text = error_of<PeerError>([&] { sum_of_ones(engine, "x"); });
-        EXPECT_CONTAINS(text, "without rank 2, already shut down");
+        EXPECT_CONTAINS(text, "x: rank 2 has shut down");
         EXPECT_FALSE(engine.failure());
         over = true;
       });

@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <map>
+#include <string>
 
 #include "engine/loopback_world.h"
 
@@ -261,6 +263,27 @@ TEST_P(EveryDriver, StallFailsTheRequestButNotTheEngine) {
     while (failed < 3) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     EXPECT_EQ(sum_of_ones(world[rank], "other"), 3);
     EXPECT_EQ(sum_of_ones(world[rank], "known"), 3);
+  });
+}
+
+// A rank that comes at last brings what the others have given up, and must not meet what they ask
+// for next by the same name.
+TEST_P(EveryDriver, WhoComesTooLateHearsSo) {
+  Config strict = config();
+  strict.stall_fail_s = 0.5;
+  LoopbackWorld world(3, strict);
+  std::map<std::string, std::atomic<int>> failed;
+  for (const char* name : {"known", "new", ""}) failed[name] = 0;
+  world.run([&](int rank) {
+    EXPECT_EQ(sum_of_ones(world[rank], "known"), 3);
+    for (auto& [name, count] : failed) {
+      while (rank == 1 && count < 2) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      EXPECT_CONTAINS(error_of<PeerError>([&, &of = name] { sum_of_ones(world[rank], of); }),
+                      rank == 1 ? "gave up waiting for this rank" : "rank 1 not ready after");
+      ++count;
+      while (count < 3) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      EXPECT_EQ(sum_of_ones(world[rank], name), 3);
+    }
   });
 }
 

@@ -49,6 +49,12 @@ class Book {
     r.join = true;
     ledger.report(rank, r, now_s);
   }
+  // Who waits for what has one of these names, or for anything, does so no longer.
+  void give_up(double after_s, const std::string& name = "") {
+    now_s += after_s;
+    for (const auto& stall : ledger.stalls(now_s, after_s))
+      if (name.empty() || stall.key.name == name) ledger.give_up(stall, "late", now_s);
+  }
   // Everything decided since, as one decision.
   Decision take() {
     Decision all;
@@ -228,7 +234,7 @@ TEST(Ledger, RejectionsMeanOnlyThoseWhoseRequestTheyEnd) {
   book.tell(2, full("y", sum_of(1)));
   book.bit(0, known);
   for (const auto& stall : book.ledger.stalls(book.now_s + 10, 5))
-    book.ledger.reject(stall, "late");
+    book.ledger.give_up(stall, "late", book.now_s);
   for (const auto& rejection : book.take().rejections)
     EXPECT_EQ(rejection.ranks, (std::vector<int32_t>{rejection.key.name == "y" ? 2 : 0}));
 }
@@ -253,7 +259,7 @@ TEST(Ledger, SecondTryAfterARefusalHearsWhenTheFirstIsGivenUp) {
       book.remove_set(set);
     } else {
       for (const auto& stall : book.ledger.stalls(book.now_s + 10, 5))
-        book.ledger.reject(stall, "late");
+        book.ledger.give_up(stall, "late", book.now_s);
     }
     const Decision d = book.take();
     ASSERT_EQ(d.rejections.size(), 1u);
@@ -483,11 +489,66 @@ TEST(Ledger, StallsNameWhoIsMissing) {
   ASSERT_EQ(stalls.size(), 2u);
   EXPECT_EQ(stalls[1].label, "allreduce #1");
   EXPECT_EQ(stalls[1].missing, (std::vector<int>{1, 2, 3}));
-  for (const auto& stall : stalls) book.ledger.reject(stall, stall.label + " is late");
+  book.now_s = 116;
+  for (const auto& stall : stalls)
+    book.ledger.give_up(stall, stall.label + " is late", book.now_s);
   EXPECT_EQ(book.take().rejections.size(), 2u);
   EXPECT_FALSE(book.ledger.any_open());
-  for (int rank = 0; rank < 4; ++rank) book.bit(rank, x);
+}
+
+// What a late rank brings is of the time before; the others have begun anew.
+TEST(Ledger, WhoComesToWhatOthersGaveUpHearsSo) {
+  Book book(3);
+  const int32_t known = book.know("known", sum_of(1));
+  book.bit(0, known);
+  book.bit(1, known);
+  book.tell(0, full("new", sum_of(1)));
+  book.tell(0, full("", sum_of(1), 7));
+  book.give_up(10);
+  EXPECT_EQ(book.take().rejections.size(), 3u);
+  book.bit(0, known);  // tries again
+  book.bit(2, known);
+  book.tell(1, refusal("new", "bad"));  // has an error of its own, and is told nothing more
+  book.tell(2, full("", sum_of(1), 7));
+  std::map<std::string, std::string> told;
+  for (const auto& rejection : book.take().rejections) {
+    EXPECT_EQ(rejection.ranks, std::vector<int32_t>{2});
+    told[rejection.key.name] = rejection.text;
+  }
+  EXPECT_EQ(told.size(), 2u);
+  EXPECT_HAS(told["known"], "known: ranks 0, 1 gave up waiting for this rank");
+  EXPECT_HAS(told[""], "allreduce #7: rank 0 gave up waiting for this rank");
+  // It has heard so once. What it brings next is met.
+  book.bit(1, known);
+  book.bit(2, known);
   EXPECT_EQ(book.take().agreed.size(), 1u);
+  EXPECT_FALSE(book.ledger.any_open());
+}
+
+// A rank that had skipped a call, and met the others since, is not late for the next of its name.
+TEST(Ledger, WhoHasMetTheOthersSinceIsNotLate) {
+  Description quiet = sum_of(1);
+  quiet.background = true;
+  Book book(2);
+  for (const bool joins : {false, true}) {
+    book.tell(0, full("skipped", sum_of(1)));
+    book.tell(1, full("before", sum_of(1)));
+    book.give_up(10, "skipped");
+    EXPECT_HAS(only_rejection(book), "late");
+    // What began before, or gives way, says nothing of it.
+    book.tell(0, full("before", sum_of(1)));
+    for (const int rank : {0, 1}) book.tell(rank, full("quiet", quiet));
+    for (const Decision& d : book.ledger.take(true)) EXPECT_TRUE(d.rejections.empty());
+    if (joins) {
+      book.join(1);
+      book.join(0);
+    } else {
+      for (const int rank : {0, 1}) book.tell(rank, full("since", sum_of(1)));
+    }
+    book.take();
+    for (const int rank : {0, 1}) book.tell(rank, full("skipped", sum_of(1)));
+    EXPECT_EQ(book.take().agreed.size(), 1u);
+  }
 }
 
 // Whoever does not wait for it needs no warning, nor is it given up.
@@ -543,7 +604,7 @@ TEST(Ledger, JoinsStallWhenTheOthersSayNothing) {
   EXPECT_EQ(stalls[0].missing, (std::vector<int>{0, 3}));
   EXPECT_EQ(stalls[0].waiting, std::vector<int>{1});
   EXPECT_EQ(stalls[0].since_s, 108);
-  book.ledger.reject(stalls[0], "join: late");
+  book.ledger.give_up(stalls[0], "join: late", book.now_s);
   const Decision d = book.take();
   ASSERT_EQ(d.rejections.size(), 1u);
   EXPECT_TRUE(d.rejections[0].key.is_join());
