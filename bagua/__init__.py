@@ -14,9 +14,10 @@ from bagua.version import __version__
 _HOME = {
     "bagua.common.world": (
         "init shutdown is_initialized rank size local_rank local_size cross_rank cross_size "
-        "is_homogeneous mpi_threads_supported add_process_set remove_process_set barrier join "
+        "is_homogeneous mpi_threads_supported add_process_set remove_process_set barrier "
         "counters"
     ),
+    "bagua.common.joined": "join",
     "bagua.common.objects": "broadcast_object broadcast_object_fn allgather_object",
     "bagua.common.process_set": "ProcessSet global_process_set",
     "bagua.common.handle": "Handle poll synchronize",

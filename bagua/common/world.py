@@ -207,15 +207,6 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     here.request(Kind.BARRIER, set=checked(process_set)._id())
 
 
-def join(process_set: ProcessSet = global_process_set) -> int:
-    """Takes part in the others' operations with zeros until every rank has joined.
-
-    Returns the last rank that did: the one that trained on the most batches.
-    """
-    here = world()
-    return int(here.request(Kind.JOIN, set=checked(process_set)._id()).value)
-
-
 def _refuse_torchrun() -> None:
     """Each process would train a model of its own, and nothing would tell."""
     if MPI.COMM_WORLD.size == 1 and torchrun_size() > 1:

@@ -12,12 +12,13 @@ import torch
 
 from bagua.algorithms import Algorithm, BucketInfo, Exchange
 from bagua.algorithms.answers import planned
+from bagua.common import joined
 from bagua.common.core import core
 from bagua.common.errors import UsageError
 from bagua.common.kinds import Average
 from bagua.common.warn import warn
 from bagua.common.world import world
-from bagua.torch import capture, joined, kept, moments, ops
+from bagua.torch import capture, kept, moments, ops
 from bagua.torch.agreement import check_hyperparameters, hyperparameters
 from bagua.torch.arrays import dtype_name
 from bagua.torch.checks import check_parameters
@@ -42,6 +43,7 @@ Kept = dict[str, Sequence["torch.Tensor | None"]]
 class BetweenSteps:
     """See the module."""
 
+    shares_gradients = False
     skips = False  # whether the wrapped optimizer must not step
     drifts = False  # whether replicas differ after every step, which all ranks take together
     alone = False  # whether each rank steps by itself
@@ -171,9 +173,9 @@ class BetweenSteps:
     def at_rest(self) -> bool:
         return all(piece.at_rest() for piece in self._pieces)
 
-    def withdraw(self) -> None:
-        """After an interrupt in the middle of a step."""
-        self.standing.withdraw()
+    def withdraw(self, problem: str) -> None:
+        """In the middle of a step."""
+        self.standing.withdraw(problem)
         for piece in self._pieces:
             piece.end()
 
@@ -196,7 +198,7 @@ class BetweenSteps:
         params = [param for _, param in named]
         count = sum(param.numel() for param in params)
         dtype = dtype_name(params[0].dtype) if params else "float32"
-        prefix = self.standing.name(f"weights.{self._generation}")
+        prefix = self.standing.name_anew("weights", self._generation)
         info = BucketInfo(prefix, 0, dtype, count, sum(p.nbytes for p in params))
         with self.standing.planning():
             exchange = planned(self.algorithm, info, world(), self._step)
@@ -263,12 +265,12 @@ class BetweenSteps:
     @torch.no_grad()
     def _begin(self) -> None:
         """Before the first step and after loading: from here on the ranks know each other."""
-        self._compare_rules()
         loaded = self._loaded
         mine = kept.identity(self.algorithm, self._process_set, self._names_of_all())
-        name, instead = self.standing.name("state"), ", from the first rank's weights"
+        name, instead = self.standing.name("load_state_dict"), ", from the first rank's weights"
         if not kept.agrees(loaded, mine, name, self._process_set, instead=instead):
             loaded = None
+        self._compare_rules()
         if loaded is not None:
             _, self.rounds = loaded["layout"]
             self._build(self._shared)

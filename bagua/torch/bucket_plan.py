@@ -104,7 +104,7 @@ class Plan:
         if self.wire_dtype is not None and dtype.is_floating_point:
             dtype = self.wire_dtype
         count = sum(slot.param.numel() for slot in slots)
-        name = f"{self.prefix}.bucket.{self.generation}.{index}"
+        name = f"{self.standing.name_anew('bucket', self.generation)}.{index}"
         info = BucketInfo(name, index, dtype_name(dtype), count, count * dtype.itemsize)
         exchange = self.exchange_of(slots[0], info)
         alone = self.process_set.size() == 1  # then nothing has to travel

@@ -52,6 +52,8 @@ class Bucket:
         op = exchange.op
         self.name = name
         self.info = info
+        # What becomes of a gradient, but for what a codec loses.
+        self.terms = (op.name, scales, process_set._id(), fold is not None)
         self.slots = list(slots)
         self._fold = fold  # makes of gradients in the arena what is to travel
         transforms = self.transforms or fold is not None

@@ -70,7 +70,7 @@ class Checkpointed:
 
     @property
     def _name(self) -> str:
-        return f"{self._plan.prefix}.state"
+        return f"{self._plan.prefix}.load_state_dict"  # which some ranks may not have called
 
     def _drop_loaded(self) -> None:
         """Else another algorithm would take it up when it is long out of date."""

@@ -12,6 +12,7 @@ from bagua.common.errors import UsageError
 from bagua.common.process_set import ProcessSet
 from bagua.common.warn import warn
 from bagua.common.world import world
+from bagua.torch.bucket_plan import fold_of
 from bagua.torch.compression import CodecCompressor
 
 _One = Union[str, Algorithm]
@@ -20,7 +21,7 @@ Choice = Union[_One, Mapping[str, _One], Callable[[str, tuple[int, ...]], Option
 
 
 def resolved(choice: Choice, optimizer: Any) -> Algorithm:
-    """The algorithm, with what the optimizer it belongs to has been told already."""
+    """The algorithm, with what the optimizer, which must be able to, has been told already."""
     if isinstance(choice, Mapping) or (callable(choice) and not isinstance(choice, type)):
         choice = PerParameter(choice)
     found = find(choice)  # type: ignore[arg-type]  # which says so of a class
@@ -32,6 +33,7 @@ def resolved(choice: Choice, optimizer: Any) -> Algorithm:
                 "optimizer; leave it out of the algorithm"
             )
         found = replace(found, warmup_steps=warmup)
+    fold_of(optimizer, found)  # is an error now and not after a warm-up
     return found
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from bagua.common.errors import UsageError
+
+if TYPE_CHECKING:
+    from bagua.torch.slot import Slot
 
 
 class _Claims:
@@ -27,6 +33,20 @@ class _Claims:
 
     def is_contested(self, param: torch.Tensor) -> bool:
         return self._counts.get(param, 0) > 1
+
+    def check(self, slots: Iterable[Slot]) -> None:
+        """Those of one backward pass: a parameter has one gradient, of one exchange."""
+        terms: dict[torch.Tensor, Any] = {}
+        for slot in slots:
+            if slot.bucket is None or not self.is_contested(slot.param):
+                continue
+            mine = slot.bucket.terms
+            theirs = terms.setdefault(slot.param, mine)
+            if mine != theirs:
+                raise UsageError(
+                    f"two optimizers exchange the gradient of {slot.name} in one backward pass, by "
+                    f"{theirs} and by {mine}: give both the same, or one of them its own pass"
+                )
 
     def drop(self, param: torch.Tensor) -> None:
         count = self._counts.get(param)

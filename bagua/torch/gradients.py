@@ -147,9 +147,9 @@ class Gradients:
     def at_rest(self) -> bool:
         return all(bucket.at_rest() for bucket in self.layout.buckets)
 
-    def withdraw(self) -> None:
-        """After an interrupt in the middle of a step."""
-        self.standing.withdraw()
+    def withdraw(self, problem: str) -> None:
+        """In the middle of a step."""
+        self.standing.withdraw(problem)
         _by_task.pop(self._task, None)
         self._shipment.end()
         self._reset()
@@ -279,6 +279,11 @@ class Gradients:
         alive = sorted(alive, key=lambda gradients: gradients.standing.order)
         alive = [other for other in alive if not other._silent]
         if claims.contested:  # the result of one may be where another's gradient is
+            try:
+                claims.check(slot for other in alive for slot in other.layout.slots.values())
+            except UsageError as error:
+                for other in alive:
+                    other._shipment.fail(error)
             for other in alive:
                 other._shipment.gather_rest()
         for other in alive:
@@ -322,6 +327,7 @@ class Gradients:
         grads = [param.grad for param in self.layout.slots]
         return [-1 if grad is None else grad._version for grad in grads]
 
+    shares_gradients = True  # which are there before a step, and all that travels
     drifts = False  # whether replicas differ after every step, by design
     alone = False
 

@@ -66,6 +66,8 @@ class Layout:
 
     def close(self) -> None:
         """Leaves the parameters alone, and their gradients as they are."""
+        for bucket in self.buckets:
+            bucket.take_back()
         hooks, self._hooks = self._hooks, {}
         for param, hook in hooks.items():
             hook.remove()

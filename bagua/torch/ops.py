@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from bagua.common import world
+from bagua.common import joined
 from bagua.common.errors import UsageError
 from bagua.common.handle import Handle, poll, synchronize
 from bagua.common.kinds import Kind, ReduceOp, Urgency
 from bagua.common.operations import Operations
 from bagua.common.process_set import ProcessSet, global_process_set
-from bagua.torch import autograd, joined, sparse
+from bagua.torch import autograd, sparse
 from bagua.torch.arrays import TorchArrays
 from bagua.torch.compression import CodecCompressor, Compression, checked
 
@@ -239,9 +239,7 @@ def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
 
     Returns the last rank that did. `device` is there for Horovod's sake and not needed.
     """
-    last = world.join(process_set)
-    joined.meet(process_set)
-    return last
+    return joined.join(process_set)
 
 
 _operations = TorchOperations(TorchArrays())

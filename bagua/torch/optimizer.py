@@ -11,17 +11,17 @@ import torch
 
 from bagua.algorithms import Algorithm
 from bagua.algorithms.answers import at_step
+from bagua.common import joined
 from bagua.common.errors import UsageError
-from bagua.common.kinds import ReduceOp
+from bagua.common.kinds import Average, ReduceOp
 from bagua.common.process_set import ProcessSet, checked, global_process_set
 from bagua.common.requests import reduce_op
 from bagua.common.together import together
 from bagua.common.world import world
-from bagua.torch import alone, capture, choice, joined, kept, safety
+from bagua.torch import alone, capture, choice, kept, ops, safety
 from bagua.torch.agreement import check_algorithm
 from bagua.torch.background import Background
 from bagua.torch.between_steps import BetweenSteps
-from bagua.torch.bucket_plan import fold_of
 from bagua.torch.checks import check_own, check_predivide, checked_passes
 from bagua.torch.choice import Choice
 from bagua.torch.compression import Compression
@@ -47,8 +47,10 @@ class DistributedOptimizer(Wrapped):
     """Wraps an optimizer: `backward()` leaves every rank with the same, averaged gradients.
 
     State, `param_groups`, `defaults` and hooks are the wrapped optimizer's own. Clip, unscale or
-    look at gradients any time after `backward()`; no further ceremony is needed. (After the
-    warm-up of `qadam` they are its momentum: leave them as they are.)
+    look at gradients any time after `backward()`; no further ceremony is needed. But after a pass
+    that only accumulates they are still this rank's: call `synchronize()` before, as where the last
+    step of an epoch has fewer passes. (After the warm-up of `qadam` they are its momentum: leave
+    them as they are.)
 
     Args:
         optimizer: the optimizer to wrap; it keeps its state.
@@ -124,8 +126,10 @@ class DistributedOptimizer(Wrapped):
         On other ranks it may not be there any more: nothing must exchange in its name.
         """
         before = _wrappers.get(self.inner, lambda: None)()
-        if before is not None and isinstance(before._driver, Gradients):
-            before._driver.close()
+        if before is not None:
+            before._standing.retire()
+            if before._driver.shares_gradients:  # what else is under way may wait for ever
+                before._driver.close()
         _wrappers[self.inner] = weakref.ref(self)
 
     # ---- training ------------------------------------------------------------------------------
@@ -137,7 +141,7 @@ class DistributedOptimizer(Wrapped):
         if closure is not None:
             loss = self.inner.step(self.synchronized(closure))
         else:
-            if not self._skip_synchronize:
+            if not (self._skip_synchronize and self._driver.shares_gradients):
                 self.synchronize()
             usable = self.unscaled(self)  # an overflow counts, also where gradients are left out
             if usable and not self.skips:
@@ -159,8 +163,8 @@ class DistributedOptimizer(Wrapped):
     @in_one_piece
     def stepped(self) -> None:
         """The wrapped optimizer has stepped."""
+        self._step += 1  # also if the exchange after it fails
         self._driver.stepped()
-        self._step += 1
         self._catch_up()
         self._replicas.look(self._step, self._driver, self._standing)
 
@@ -186,7 +190,7 @@ class DistributedOptimizer(Wrapped):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """In it `step()` takes the gradients as they are."""
+        """In it `step()` takes the gradients as they are; where weights travel, these still do."""
         self._skip_synchronize = True
         try:
             yield
@@ -212,6 +216,7 @@ class DistributedOptimizer(Wrapped):
             with torch.enable_grad():
                 loss = closure()
             self.synchronize()
+            loss = self._everybodys(loss)
             if self.skips:
                 raise UsageError(
                     "gradients are not finite, and a step with a closure cannot be skipped: use "
@@ -220,6 +225,16 @@ class DistributedOptimizer(Wrapped):
             return loss
 
         return evaluate
+
+    def _everybodys(self, loss: Any) -> Any:
+        """Its average, where gradients are: an optimizer may look at it, and must do so alike."""
+        is_tensor = isinstance(loss, torch.Tensor) and loss.is_floating_point()
+        if not self._driver.shares_gradients or not (is_tensor or isinstance(loss, float)):
+            return loss
+        mine = loss.detach() if is_tensor else torch.tensor(loss, dtype=torch.float64)
+        name, group = self._standing.name("loss"), self._process_set
+        mean = ops.allreduce(mine, name=name, op=Average, process_set=group)
+        return mean if is_tensor else mean.item()
 
     # ---- how replicas communicate --------------------------------------------------------------
 
@@ -233,11 +248,21 @@ class DistributedOptimizer(Wrapped):
 
         Where replicas had been different, all end with their exact average first.
         """
+        self.go_on_with(*self.agreed(algorithm))
+
+    # Its two halves. Where several optimizers change, all have agreed before any goes on.
+
+    @in_one_piece
+    def agreed(self, algorithm: Choice) -> tuple[Algorithm, int]:
+        """What `go_on_with` takes. That it cannot is an error on all ranks, and changes nothing."""
         self._catch_up()
         self._standing.check()
         wanted, steps = self._checked(algorithm, self._algorithm.when != "background")
-        if at_step(wanted, 0).what in ("grad", "momentum") and self.unscales:
-            self._scaling.refuse_different(self._standing.name("overflows"), self._process_set)
+        self._compare_scalers(at_step(wanted, 0))
+        return wanted, steps
+
+    @in_one_piece
+    def go_on_with(self, wanted: Algorithm, steps: int) -> None:
         before = self._algorithm, self._step, self._since, self._resting
         self._step = self._since + steps  # where each rank had gone at its own pace
         self._algorithm, self._since, self._resting = wanted, self._step, False
@@ -274,10 +299,10 @@ class DistributedOptimizer(Wrapped):
         """Whether nothing is under way."""
         return self._driver.at_rest()
 
-    def withdraw(self) -> None:
-        """This rank has been interrupted in the middle of a step: the others hear so."""
-        self._standing.withdraw()
-        self._driver.withdraw()
+    def withdraw(self, problem: str) -> None:
+        """This rank has come no further in the middle of a step: the others hear so."""
+        self._standing.withdraw(problem)
+        self._driver.withdraw(problem)
 
     def _rest(self, resting: bool) -> None:
         if self._algorithm.when != "background":
@@ -295,7 +320,6 @@ class DistributedOptimizer(Wrapped):
             names = self._names = self._names or checked_names(self.inner, named)
             found = choice.resolved(algorithm, self.inner)
             found = choice.with_codec(found, self._of_gradients["compression"])
-            fold_of(self.inner, found)  # is an error now and not after a warm-up
         steps = self._step - self._since
         settings = {**self._of_gradients, "backward_passes_per_step": self._passes}
         steps = check_algorithm(found, steps, in_step, settings, names, name("algorithm"), group)
@@ -325,12 +349,14 @@ class DistributedOptimizer(Wrapped):
     def _catch_up(self) -> None:
         """Changes to the algorithm of this step."""
         now, wanted = self._driver, at_step(self._algorithm, self._step - self._since)
-        if self._standing.withdrawn and self._process_set.size() == 1:
+        alone = self._process_set.size() == 1 and not self._standing.retired
+        if self._standing.withdrawn and alone:
             self._standing = Standing(self._process_set)
             return self._change_to(wanted)  # nobody else is in the middle of anything
         if wanted == now.algorithm or self._standing.withdrawn:
             return
         capture.refuse("from here on it is %r; take some steps before", wanted)
+        self._compare_scalers(wanted)
         shares_steps = wanted.what in ("grad", "momentum")
         if isinstance(now, Gradients) and shares_steps:
             now.change(wanted)
@@ -353,6 +379,16 @@ class DistributedOptimizer(Wrapped):
         driver.passes_per_step, driver.paused = before.passes_per_step, before.paused
         self._driver = driver
 
+    def _compare_scalers(self, wanted: Algorithm) -> None:
+        """Refuses those that differ where ranks are about to exchange gradients."""
+        if wanted.what in ("grad", "momentum") and not self._driver.shares_gradients:
+            name, told = self._standing.name("scalers"), (self, self.inner)
+            self._scaling.refuse_different(name, self._process_set, told)
+
+    def forget_scaler(self) -> None:
+        """A GradScaler was made anew on every rank: what the one before had done does not count."""
+        self._scaling = Scaling()
+
     @property
     def unscales(self) -> bool:
         """Whether a GradScaler calls `step()` even after an overflow, and leaves the rest to it.
@@ -363,7 +399,18 @@ class DistributedOptimizer(Wrapped):
         """
         return isinstance(self._driver, BetweenSteps) or self._algorithm.what == "momentum"
 
-    _step_supports_amp_scaling = unscales  # as a GradScaler asks for it
+    @property
+    @in_one_piece
+    def _step_supports_amp_scaling(self) -> bool:
+        """A GradScaler asks for it before it looks for an overflow, which all ranks must see alike.
+
+        After a pass that only accumulated they would not, and whose `step()` is left out would be
+        missing in the exchange that the others' begin with.
+        """
+        self._catch_up()
+        if not self.unscales and not self._skip_synchronize:
+            self.synchronize()
+        return self.unscales
 
     def unscaled(self, told: torch.optim.Optimizer, alone: bool = False) -> bool:
         """Whether gradients can be used, after a GradScaler that told this object about them."""

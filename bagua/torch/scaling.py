@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from bagua.common.errors import UsageError
+from bagua.common.kinds import ReduceOp
+from bagua.common.numpy_ops import allreduce
 from bagua.common.process_set import ProcessSet
 from bagua.torch import safety
 
@@ -18,7 +20,10 @@ class Scaling:
     """Of one optimizer on this rank."""
 
     def __init__(self) -> None:
-        self._overflows: Any = 0.0  # the sum of squares of the steps that had one
+        # Both on their device until they are compared. A checksum of the steps that had one, since
+        # equal scales that shrank at different steps grow at different steps, and the last scale.
+        self._overflows: Any = 0
+        self._scale: Any = None
 
     def unscaled(
         self,
@@ -32,8 +37,10 @@ class Scaling:
         An optimizer that does both alone is let do it.
         """
         overflow, scale = (vars(told).get(name) for name in _LEFT)
-        if overflow is not None:  # on its device, where nobody waits for it
-            self._overflows = self._overflows + (overflow > 0).double() * (step + 1) ** 2
+        if overflow is not None:
+            # Of powers, so that no two sums are the same.
+            self._overflows = self._overflows + (overflow > 0).long() * pow(3, step, 2**61 - 1)
+            self._scale = scale
         if alone:
             return True
         overflown = overflow is not None and bool(overflow)
@@ -51,12 +58,23 @@ class Scaling:
             setattr(told, name, None)
         return left
 
-    def refuse_different(self, name: str, process_set: ProcessSet) -> None:
-        """Where each rank unscales by itself, each has a scale of its own in time."""
-        overflows, self._overflows = float(self._overflows), 0.0
-        if not safety.alike(overflows, name, process_set):
-            raise UsageError(
-                "GradScalers of the ranks have had overflows at different steps, so their scales "
-                "differ, and gradients are averaged with one: make a new GradScaler on every rank, "
-                "and choose the algorithm again"
-            )
+    def refuse_different(
+        self, name: str, process_set: ProcessSet, told: Iterable[torch.optim.Optimizer]
+    ) -> None:
+        """Where each rank unscales by itself, each has a scale of its own in time.
+
+        What is known of them stays, also after an error, so that the next look has the same answer.
+        """
+        scale = None if self._scale is None else float(self._scale)
+        mine = safety.sample_of(f"{int(self._overflows)} {scale}")
+        greatest = allreduce(mine, name=name, op=ReduceOp.Max, process_set=process_set)
+        if not safety.samples_differ(greatest):
+            return
+        for optimizer in told:  # which a GradScaler whose call of `step()` ends here does not clear
+            for left in _LEFT:
+                vars(optimizer).pop(left, None)
+        raise UsageError(
+            "GradScalers of the ranks differ, in their scales or in the steps that overflowed, and "
+            "gradients are averaged with one: make a new GradScaler on every rank, tell the "
+            "optimizer so by forget_scaler(), and go on"
+        )

@@ -38,11 +38,14 @@ class Shipment:
         self._refused = False  # what was not launched when something failed
 
     def launch(self, bucket: Bucket) -> None:
-        """All of it is there, and backward goes on."""
+        """All of it is there, and backward goes on.
+
+        The last one waits for its end, which is near: a pass that raises until then leaves it to be
+        refused, and the other ranks, which cannot go on without, do not step.
+        """
         self._launched += 1
-        # Backward is about to end with the last one, and its end to wait and drive.
-        last = self._launched == len(self._layout.buckets)
-        bucket.launch(Urgency.SOON if last else Urgency.NOW)
+        if self._launched < len(self._layout.buckets):
+            bucket.launch(Urgency.NOW)
 
     def gather_rest(self) -> None:
         """Fills what is not under way, once; a parameter without a gradient counts as zeros."""
@@ -60,7 +63,7 @@ class Shipment:
             for bucket in rest:
                 bucket.fill()
         except Exception as error:
-            self._note(error)
+            self.fail(error)
 
     def launch_rest(self) -> None:
         """Launches what is not under way. What goes wrong is told by `finish`."""
@@ -73,7 +76,7 @@ class Shipment:
                     bucket.start(Urgency.WAITED)
             self._ask()
         except Exception as error:
-            self._note(error)
+            self.fail(error)
 
     def _ask(self) -> None:
         """Before anything is waited for, since ranks may come to optimizers in different orders."""
@@ -147,7 +150,8 @@ class Shipment:
             bucket.end()
         self._loose.discard()
 
-    def _note(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """Nothing more is launched; `finish` raises it."""
         self._error = error
         for bucket in self._layout.buckets:
             if bucket.handle is None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 from bagua.common.core import core
-from bagua.common.errors import BaguaError, UsageError
+from bagua.common.errors import BaguaError, LeftError, PeerError, UsageError
 from bagua.common.objects import broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.together import together
@@ -28,6 +28,7 @@ _REMEDY = (
 )
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _numbers = itertools.count()  # of optimizers
+_LAYOUTS = 8  # that have names of their own
 
 
 class Standing:
@@ -44,6 +45,7 @@ class Standing:
         self.prefix = f"optimizer.{self.number}"
         self.process_set = process_set
         self.withdrawn = False
+        self.retired = False  # another one has taken its place
         self._problem = ""  # why it has
         self._generations = itertools.count(1)
         # Closes what the next thing that is laid out takes the place of.
@@ -59,16 +61,25 @@ class Standing:
         return f"{self.prefix}.{what}"
 
     def generation(self) -> int:
-        """Of what is laid out anew, so that its names are new ones."""
+        """Of what is laid out anew."""
         return next(self._generations)
 
-    def withdraw(self, problem: str = "was interrupted") -> None:
+    def name_anew(self, what: str, generation: int) -> str:
+        """Other than in the layouts before; but the engine remembers names, so they come round."""
+        return self.name(f"{what}.{generation % _LAYOUTS}")
+
+    def withdraw(self, problem: str) -> None:
         if self.withdrawn:
             return
         self._problem = f"{problem} {_REMEDY}"
         with contextlib.suppress(BaguaError):  # the engine may have ended
             core.withdraw(world().engine, f"{self.prefix}.", self.process_set._id(), self._problem)
         self.withdrawn = True
+
+    def retire(self) -> None:
+        """On this rank; on others whoever exchanged by it may be gone already."""
+        self.withdrawn = self.retired = True
+        self._problem = "has wrapped the same optimizer anew: step by that wrapper, not this one"
 
     def planning(self) -> contextlib.AbstractContextManager[None]:
         """All ranks do at once, before they change anything: if one cannot, nobody goes on."""
@@ -96,20 +107,23 @@ def _guard(method: _Method, runs_users_code: bool) -> _Method:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
-        except BaguaError:
-            raise  # the others hear it, too
+        except BaguaError as error:  # the others hear it, too
+            late = isinstance(error, PeerError) and not isinstance(error, LeftError)
+            if late and not runs_users_code:  # which others hear when they come, in another place
+                self.withdraw("gave up")
+            raise
         except BaseException as error:
             # Users may have a signal raise any error, which then comes while something is awaited.
             interrupts = not isinstance(error, Exception)
             if interrupts or not (runs_users_code or self.at_rest()):
-                self.withdraw()
+                self.withdraw("was interrupted")
             raise
 
     return cast(_Method, call)
 
 
 def in_one_piece(method: _Method) -> _Method:
-    """An interrupt in the middle of it calls `self.withdraw()`."""
+    """An interrupt in the middle of it calls `self.withdraw()`, and so does a rank that is late."""
     return _guard(method, runs_users_code=False)
 
 

@@ -21,6 +21,7 @@ from bagua.torch import DistributedOptimizer
 
 _NAME = "bagua_attachment"  # of the optimizer's attribute
 _UNSCALES = "_step_supports_amp_scaling"  # torch's
+_METHODS = ("settle", "forget_scaler")  # that the user's optimizer gets
 
 
 class Attachment:
@@ -52,26 +53,26 @@ class Attachment:
         ]
         setattr(optimizer, _NAME, weakref.ref(self))
         self._unscales = not getattr(optimizer, _UNSCALES, False)  # it does not do so by itself
-        self._offer_to_unscale()
+        setattr(optimizer, _UNSCALES, _Answer(_weakly(self._asked_to_unscale)))
         # There are no hooks for zero_grad.
         optimizer.zero_grad = _weakly(self._zero_grad)  # type: ignore[method-assign]
-        optimizer.settle = _weakly(self.distributed.settle)  # type: ignore[attr-defined]
+        for name in _METHODS:
+            setattr(optimizer, name, _weakly(getattr(self.distributed, name)))
 
     def __del__(self) -> None:
         for hook in self._hooks:
             hook.remove()
         if self._hooks:
             own = vars(self.distributed.inner)
-            own.pop("zero_grad", None)  # the class has one
-            own.pop("settle", None)
-            if self._unscales:
-                own.pop(_UNSCALES, None)
+            for name in ("zero_grad", *_METHODS, _UNSCALES):  # the class has a zero_grad
+                own.pop(name, None)
+            if not self._unscales:
+                own[_UNSCALES] = True
 
-    def switch(self, algorithm: Algorithm) -> None:
-        """Goes on with another algorithm, or begins the same one anew; all ranks are equal now."""
+    def switch(self, algorithm: Algorithm, steps: int) -> None:
+        """Goes on with what was agreed, or begins the same one anew; all ranks are equal now."""
         self.distributed.settle()
-        self.distributed.set_algorithm(algorithm)
-        self._offer_to_unscale()
+        self.distributed.go_on_with(algorithm, steps)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Exchanges, or lets the closure do it each time it is evaluated."""
@@ -93,12 +94,10 @@ class Attachment:
             param.grad = grad
         self._hidden = []
         self.distributed.stepped()
-        self._offer_to_unscale()
 
-    def _offer_to_unscale(self) -> None:
+    def _asked_to_unscale(self) -> bool:
         """A GradScaler calls `step` of what unscales by itself even after an overflow."""
-        if self._unscales:
-            setattr(self.distributed.inner, _UNSCALES, self.distributed.unscales)
+        return getattr(self.distributed, _UNSCALES) or not self._unscales
 
     def _hide_gradients(self) -> None:
         """A hook cannot call a step off; but parameters without a gradient are left alone."""
@@ -133,6 +132,16 @@ def attachment_of(optimizer: torch.optim.Optimizer) -> Attachment | None:
     """What was made for this optimizer before, if it is still there."""
     reference = getattr(optimizer, _NAME, None)
     return reference() if reference else None
+
+
+class _Answer:
+    """To what a GradScaler asks of an attribute, found when it asks."""
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self._ask = ask
+
+    def __bool__(self) -> bool:
+        return bool(self._ask())
 
 
 class AnyOptimizer(torch.optim.Optimizer):

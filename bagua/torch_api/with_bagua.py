@@ -10,9 +10,11 @@ import torch
 from bagua import algorithms
 from bagua.common.errors import UsageError
 from bagua.common.process_set import ProcessSet
+from bagua.common.together import together
 from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch import broadcast_optimizer_state, broadcast_parameters
+from bagua.torch.choice import resolved
 from bagua.torch.own import is_own
 from bagua.torch_api.algorithms.algorithm import Algorithm, AnyAlgorithm, made
 from bagua.torch_api.attachment import AnyOptimizer, Attachment, attachment_of
@@ -61,13 +63,14 @@ def with_bagua(
     fresh: list[Attachment] = []
     if process_set is not None:
         names = _names(self, optimizers)
-        for old in known:
-            if old is not None:
-                old.switch(wanted)
+        unknown = _check_choice(self, optimizers, wanted, process_set)
+        agreed = [(old, old.distributed.agreed(wanted)) for old in known if old is not None]
+        for old, how in agreed:
+            old.switch(*how)
         _broadcast_weights(self, names, process_set)
         _broadcast_state(optimizers, known, process_set)
-        if not optimizers:
-            optimizers, known = [_any_optimizer(self, wanted)], [None]
+        if unknown is not None:
+            optimizers, known = [unknown], [None]
         pairs = [(name, param) for param, name in names.items()]
         for optimizer, attachment in zip(optimizers, known):
             if attachment is None:
@@ -100,6 +103,19 @@ def _check(optimizers: Optimizers) -> None:
             raise UsageError(f"with_bagua takes optimizers, not {type(optimizer).__name__}")
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         raise UsageError("with_bagua was given an optimizer twice; name each once")
+
+
+def _check_choice(
+    model: torch.nn.Module,
+    optimizers: Optimizers,
+    wanted: algorithms.Algorithm,
+    process_set: ProcessSet,
+) -> AnyOptimizer | None:
+    """What stands for the optimizers, if there are none."""
+    with together("with_bagua", "with_bagua.chosen", process_set):
+        for optimizer in optimizers:
+            resolved(wanted, optimizer)
+        return None if optimizers else _any_optimizer(model, wanted)
 
 
 def _known(optimizer: torch.optim.Optimizer, process_set: ProcessSet | None) -> Attachment | None:

@@ -291,10 +291,9 @@ void Ledger::give_up(const Stall& stall, const std::string& text, double now_s) 
   reject(stall, text);
   if (stall.key.is_join()) return;
   Set& s = sets_[stall.set];
-  const std::string late =
-      stall.label + ": " + ranks_text(stall.waiting) + " gave up waiting for this rank (stall_fail_s)";
-  for (const int rank : stall.missing)
-    s.given_up[{s.member_of(rank), stall.key}] = {late, now_s};
+  const std::string late = stall.label + ": " + ranks_text(stall.waiting) +
+                           " gave up waiting for this rank (stall_fail_s)";
+  for (const int rank : stall.missing) s.given_up[{s.member_of(rank), stall.key}] = {late, now_s};
 }
 
 // Whether the others have given this up; whoever `waits` for it hears so.

@@ -92,7 +92,7 @@ class Ledger {
     std::vector<std::vector<uint64_t>> bits;            // by member, one bit per named entry
     std::map<Key, Pending> pending;
     std::map<std::pair<int, Key>, GivenUp> given_up;  // by member, too
-    std::vector<bool> joined, left;  // by member
+    std::vector<bool> joined, left;                   // by member
     size_t joined_count = 0;
     bool anyone_left = false;
     double joined_since_s = 0;                                   // of the first

@@ -26,9 +26,9 @@ std::string Ledger::Pending::label(const Key& key) const {
 
 bool Ledger::Pending::of_several_steps() const {
   const int32_t first = Description::decode(descriptions.at(0)).earlier;
-  return std::any_of(
-      descriptions.begin(), descriptions.end(),
-      [&](const std::string& bytes) { return Description::decode(bytes).earlier != first; });
+  return std::any_of(descriptions.begin(), descriptions.end(), [&](const std::string& bytes) {
+    return Description::decode(bytes).earlier != first;
+  });
 }
 
 bool Ledger::Pending::background() const {

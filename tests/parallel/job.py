@@ -17,7 +17,7 @@ from .processes import Layout, MpiProcesses, count, kill, world_command
 
 DIRECTORY = "PYTEST_RANKS_DIRECTORY"  # set in the ranks of a job
 START_TIMEOUT_S = 120  # from mpirun to all items collected, in a program that imports torch
-EXIT_TIMEOUT_S = 20
+EXIT_TIMEOUT_S = 60  # of a program that imports torch, where others have the cores
 GRACE_S = 5  # for the other ranks, once one has failed at an item
 
 

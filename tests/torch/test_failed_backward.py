@@ -100,12 +100,14 @@ EXCHANGES = {
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("where", ["among", "below"])
 @pytest.mark.parametrize("at", [0, 1, 3], ids=lambda at: f"in step {at}")
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_the_others_hear_at_once(everyone, hvd, exchange, at):
+def test_the_others_hear_at_once(everyone, hvd, exchange, at, where):
     """The rank whose backward has raised comes to another operation next, not to the optimizer.
 
-    Of three buckets two have left by then, if any leaves during backward.
+    Of three buckets two have left by then, if any leaves during backward; or all gradients have
+    come, and what raises is below them, as in layers that are frozen.
     """
     first, middle, last = params = [nn.Parameter(torch.ones(40, 30)) for _ in range(3)]
     sgd = torch.optim.SGD(params, lr=0.1)
@@ -114,8 +116,14 @@ def test_the_others_hear_at_once(everyone, hvd, exchange, at):
     for step in range(5):
         optimizer.zero_grad()
         fails = step == at and everyone.me == 0
-        hidden = Fails.apply(first) if fails else first
-        loss = (middle * (hidden * last).mean()).mean() * (everyone.me + 1)
+        rows = torch.ones(1, 1, requires_grad=True)
+        if fails:
+            rows, hidden = (
+                (Fails.apply(rows), first) if where == "below" else (rows, Fails.apply(first))
+            )
+        else:
+            hidden = first
+        loss = (middle * (hidden * last * rows).mean()).mean() * (everyone.me + 1)
         bad = torch.zeros(1)
         if fails:
             with pytest.raises(ArithmeticError):

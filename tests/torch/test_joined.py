@@ -143,6 +143,21 @@ def test_a_rank_misses_the_exact_average_that_the_others_begin_a_round_from(ever
     assert spread(hvd, model) == 0  # a round is over
 
 
+def test_the_join_of_numpy_is_the_same_one(everyone, hvd):
+    import bagua  # MPI has begun by now
+
+    last = everyone.size - 1
+    model = model_of()
+    optimizer = optimizer_of(hvd, model, LocalSGD(every=2))
+    train(model, optimizer, everyone.me, range(5 if everyone.me == last else 2))
+    assert bagua.join() == last
+    assert optimizer.progress == (5, 0, 0)  # of the last one, which has begun anew
+    hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+    train(model, optimizer, everyone.me, range(10, 15))
+    assert optimizer.progress[0] == 10
+    assert spread(hvd, model) == 0  # a round is over
+
+
 @pytest.mark.parametrize("batches", [(3, 4), (9, 10), (0, 7)], ids=str)
 def test_replicas_are_compared_at_the_same_steps_again(everyone, hvd, setting, batches):
     setting(check_replicas_every=5)

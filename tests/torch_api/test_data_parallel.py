@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
 
 import pytest
@@ -98,6 +99,31 @@ def test_no_sync(everyone, bagua, ddp):
         assert module.weight.grad.item() == everyone.size - 1
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_after_a_pass_that_only_accumulated(everyone, bagua, ddp, fused):
+    """What overflows on one rank is left out on all, also if the optimizer unscales by itself."""
+    module = line(everyone)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, fused=fused)
+    model = ddp(module, optimizers=[optimizer])
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    weight, mean = 1.0, (everyone.size - 1) / 2
+    for step in range(4):
+        bad = step == 1
+        with model.no_sync():
+            loss = model(batch(everyone)).sum()
+            overflows = bad and everyone.me == everyone.size - 1
+            scaler.scale(loss + torch.inf * module.weight.sum() if overflows else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        weight -= 0.0 if bad else 0.5 * mean
+        assert module.weight.item() == pytest.approx(weight)
+        assert scaler.get_scale() == (4.0 if step else 8.0)
+    del model, module
+    gc.collect()
+    assert getattr(optimizer, "_step_supports_amp_scaling", False) is fused, "as it was"
 
 
 def test_parameters_that_some_ranks_do_not_use(everyone, bagua, ddp):

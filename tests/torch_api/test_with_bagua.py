@@ -389,6 +389,12 @@ def test_a_scaler_that_overflows_on_one_rank(everyone, bagua, fused):
     assert scaler.get_scale() == (4.0 if everyone.me == everyone.size - 1 else 8.0)
     mean = sum(allgather_object(model.weight.item())) / everyone.size
     assert mean == pytest.approx(1 / everyone.size - 4.0)
+    exact = bagua.algorithms.gradient_allreduce.GradientAllReduceAlgorithm()
+    for _ in range(2 if everyone.size > 1 else 0):
+        with pytest.raises(ValueError, match=r"forget_scaler\(\)"):
+            model.with_bagua([optimizer], exact)
+    optimizer.forget_scaler()
+    model.with_bagua([optimizer], exact)
 
 
 def test_nothing_is_left_in_what_is_saved_or_copied(everyone, bagua, allreduce):
@@ -504,6 +510,50 @@ def test_own_buffers_may_be_replaced(everyone, bagua, allreduce, how):
         assert mine.ema.item() == everyone.me
     model.with_bagua([optimizer], allreduce)
     assert mine.ema.item() == everyone.me
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
+@pytest.mark.parametrize("which", ["all ranks", "the last rank"])
+def test_one_optimizer_cannot_switch(everyone, bagua, allreduce, known, which):
+    """Then none does, on any rank, and the model trains on as before."""
+    from bagua.algorithms import TopK
+
+    model, oracle = mlp(), mlp()
+    pairs = [[torch.optim.SGD(m[i].parameters(), lr=0.1) for i in (0, 2)] for m in (model, oracle)]
+    optimizers = pairs[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of parameters that nobody steps yet
+        model.with_bagua(optimizers if known else optimizers[:1], allreduce)
+    before = attachments_of(model)
+    wrong = which == "all ranks" or everyone.me == everyone.size - 1
+    optimizers[1].param_groups[0]["momentum"] = 0.9 if wrong else 0.0
+    words = "has a momentum of its own"
+    with pytest.raises(ValueError, match=words):
+        model.with_bagua(optimizers, TopK(momentum_correction=0.9))
+    optimizers[1].param_groups[0]["momentum"] = 0.0
+    assert attachments_of(model) == before
+    assert model.bagua_algorithm is allreduce
+    shared = slice(None if known else 1)  # those that with_bagua has heard of
+    train(everyone, model, optimizers[shared])
+    train_oracle(everyone, oracle, pairs[1][shared])
+    assert_close(model, oracle)
+
+
+def attachments_of(model):
+    return [(each, each.distributed.algorithm) for each in model.bagua_training.attachments]
+
+
+def test_no_optimizers_where_some_are_needed(everyone, bagua):
+    """Weights that differ between ranks stay what they are."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.with_bagua([optimizer], bagua.algorithms.Algorithm.init("decentralized"))
+    train(everyone, model, [optimizer], steps=1)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="it has to know which"):
+        model.with_bagua([], "decentralized")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
 
 
 def test_what_cannot_be(everyone, bagua, allreduce):

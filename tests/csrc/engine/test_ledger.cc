@@ -490,8 +490,7 @@ TEST(Ledger, StallsNameWhoIsMissing) {
   EXPECT_EQ(stalls[1].label, "allreduce #1");
   EXPECT_EQ(stalls[1].missing, (std::vector<int>{1, 2, 3}));
   book.now_s = 116;
-  for (const auto& stall : stalls)
-    book.ledger.give_up(stall, stall.label + " is late", book.now_s);
+  for (const auto& stall : stalls) book.ledger.give_up(stall, stall.label + " is late", book.now_s);
   EXPECT_EQ(book.take().rejections.size(), 2u);
   EXPECT_FALSE(book.ledger.any_open());
 }

@@ -1,0 +1,73 @@
+"""What a rank brings for which the others did not wait must not meet what is newer."""
+
+from __future__ import annotations
+
+import pytest
+
+PROGRAM = """
+import sys, time, torch, bagua.torch as bagua
+from bagua.algorithms import LocalSGD
+
+bagua.init(stall_fail_s=1, overlap=sys.argv[1], learn_bucket_order=False)
+me, late = bagua.rank(), []
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if late:
+            late.clear()
+            time.sleep(2.5)
+        return grad
+
+torch.manual_seed(0)
+first, last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
+groups = [list(last.parameters()), list(first.parameters())]
+params = [param for group in groups for param in group]
+chosen = {"algorithm": LocalSGD(every=2)} if sys.argv[2] == "weights" else {"groups": groups}
+
+def wrapped():
+    return bagua.DistributedOptimizer(torch.optim.SGD(params, lr=0.1), **chosen)
+
+def step():
+    optimizer.zero_grad()
+    last(Slow.apply(first(torch.randn(4, 8))).tanh()).square().mean().backward()
+    optimizer.step()
+
+optimizer = wrapped()
+torch.manual_seed(me)
+for _ in range(3):
+    step()
+if me == 1:
+    late.append(True)
+try:
+    step()
+except bagua.PeerError as error:
+    print(error)
+try:
+    step()
+except bagua.UsageError as error:
+    print(error)
+time.sleep(2 if me == 0 else 0)
+optimizer = wrapped()
+bagua.broadcast_parameters(dict(enumerate(params)), 0)
+for _ in range(4):
+    step()
+for theirs in bagua.allgather_object([param.detach() for param in params]):
+    assert all(torch.equal(*both) for both in zip(theirs, params))
+"""
+
+
+@pytest.mark.parametrize(
+    ("overlap", "what"), [("always", "gradients"), ("never", "gradients"), ("always", "weights")]
+)
+def test_who_comes_too_late_hears_so(run_ranks, overlap, what):
+    result = run_ranks(2, PROGRAM, overlap, what)
+    assert result.exit_code == 0, str(result)
+    for rank, output in enumerate(result.stdout):
+        first, second = output.splitlines()
+        assert ("rank 1 not ready after 1 s", "gave up waiting for this rank")[rank] in first
+        assert "this rank gave up in the middle of a step" in second
