@@ -11,6 +11,10 @@ class UsageError(BaguaError, ValueError):
     """The caller can fix it: a wrong argument, setting, shape, dtype or order of calls."""
 
 
+class JoinedError(UsageError):
+    """A rank has joined, and takes no part in an operation until all have."""
+
+
 class PeerError(BaguaError):
     """Another rank failed or is late; the message names it."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bagua.common.errors import BaguaError, UsageError
+from bagua.common.errors import BaguaError, JoinedError, UsageError
 from bagua.common.kinds import Kind, ReduceOp
 from bagua.common.numpy_ops import allreduce
 from bagua.common.objects import allgather_object
@@ -55,7 +55,7 @@ def gathered_if_any(
         return []
     try:
         return allgather_object(mine, name, process_set)
-    except UsageError:
+    except JoinedError:
         return None
 
 

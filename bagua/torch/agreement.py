@@ -10,7 +10,7 @@ import torch
 
 from bagua.algorithms import Algorithm
 from bagua.algorithms.answers import of_parameter, planned
-from bagua.common.errors import UsageError
+from bagua.common.errors import JoinedError, UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.objects import allgather_object
 from bagua.common.process_set import ProcessSet
@@ -89,7 +89,7 @@ def check_hyperparameters(
     root = process_set.ranks[0]
     try:
         everyone = allgather_object(hyperparameters(optimizer), name, process_set)
-    except UsageError:
+    except JoinedError:
         return  # a rank has joined, and steps no more
     for rank, rules in zip(process_set.ranks, everyone):
         for what, (a, b) in _unlike(everyone[0], rules):

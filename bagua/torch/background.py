@@ -23,7 +23,6 @@ class Background(BetweenSteps):
     """After a step that finds a new average: x += average - what this rank had given for it."""
 
     alone = True
-    resting = False  # no exchange is begun
     _next_s = 0.0
     _given: list[torch.Tensor]  # by piece, while exchanges are under way
 

@@ -22,6 +22,7 @@ from bagua.torch import capture, kept, moments, ops
 from bagua.torch.agreement import check_hyperparameters, hyperparameters
 from bagua.torch.arrays import dtype_name
 from bagua.torch.checks import check_parameters
+from bagua.torch.driver import Driver
 from bagua.torch.names import Names
 from bagua.torch.own import is_own
 from bagua.torch.pieces import Named, Piece, land_all, pieces_of
@@ -40,13 +41,9 @@ from bagua.torch.standing import Standing
 Kept = dict[str, Sequence["torch.Tensor | None"]]
 
 
-class BetweenSteps:
-    """See the module."""
+class BetweenSteps(Driver):
+    """See the module. Gradients add up without our help, in however many passes."""
 
-    shares_gradients = False
-    skips = False  # whether the wrapped optimizer must not step
-    drifts = False  # whether replicas differ after every step, which all ranks take together
-    alone = False  # whether each rank steps by itself
     _skipped = "the exchange is skipped on all ranks"
 
     def __init__(
@@ -58,15 +55,12 @@ class BetweenSteps:
         step: int,
     ) -> None:
         self.algorithm = algorithm
-        self.passes_per_step = 1  # gradients add up without our help
-        self.paused = False
         self._optimizer = optimizer
         self._names = names
         self._process_set = standing.process_set
         self.standing = standing
         self._generation = 0  # of the pieces there are
         self._step = step
-        self.rounds = 0  # exchanges so far
         self._settled = 0  # times
         self._root = standing.process_set.ranks[0]  # whose weights all begin with, if it is there
         self._all_params: list[torch.Tensor] = []
@@ -103,12 +97,6 @@ class BetweenSteps:
             self._seen.tell(self._step, piece, "the weight", zip(piece.names, piece.params))
         self._step += 1
         self._note(differ=not self.equal_now())
-
-    def zeroed(self) -> None:
-        pass
-
-    def look_again(self) -> None:
-        self.refresh()
 
     def refresh(self) -> None:
         """Notices parameters that were added, frozen or thawed since the last look."""

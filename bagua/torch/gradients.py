@@ -28,6 +28,7 @@ from bagua.torch.bucket_plan import Plan, fold_of
 from bagua.torch.buckets import Bucket
 from bagua.torch.checkpointed import Checkpointed
 from bagua.torch.claims import claims
+from bagua.torch.driver import Driver
 from bagua.torch.grouping import Grouping
 from bagua.torch.layout import Layout
 from bagua.torch.loose import Loose
@@ -43,8 +44,10 @@ _all: weakref.WeakSet[Gradients] = weakref.WeakSet()
 _by_task: dict[int, list[weakref.ref[Gradients]]] = {}
 
 
-class Gradients:
+class Gradients(Driver):
     """See the module."""
+
+    shares_gradients = True
 
     def __init__(
         self,
@@ -62,8 +65,6 @@ class Gradients:
         step: int = 0,
     ) -> None:
         config = world().config
-        self.passes_per_step = 1
-        self.paused = False  # by no_sync
         self._optimizer = optimizer
         self._process_set = process_set = standing.process_set
         self.standing = standing
@@ -108,7 +109,6 @@ class Gradients:
         self._exchanges = 0  # since then
         self._unshared = False  # local gradients that no exchange has seen
         self._folded: list[int] | None = None  # versions of momentum that was exchanged
-        self.skips = False  # the next step, since gradients are no numbers
         self.refresh()
         self._checkpointed = Checkpointed(self._plan, self.layout)
         self._shipment = Shipment(self._plan, self.layout, loose, self._checkpointed, self._watch)
@@ -118,7 +118,7 @@ class Gradients:
         self.close()
 
     @property
-    def algorithm(self) -> Algorithm:
+    def algorithm(self) -> Algorithm:  # type: ignore[override]
         return self._plan.algorithm
 
     def change(self, algorithm: Algorithm) -> None:
@@ -327,10 +327,6 @@ class Gradients:
         grads = [param.grad for param in self.layout.slots]
         return [-1 if grad is None else grad._version for grad in grads]
 
-    shares_gradients = True  # which are there before a step, and all that travels
-    drifts = False  # whether replicas differ after every step, by design
-    alone = False
-
     def equal_now(self) -> bool:
         """All replicas are, at any time."""
         return True
@@ -416,8 +412,6 @@ class Gradients:
     def state_due(self) -> bool:
         """Whether ranks agree on what they have loaded, in the next exchange."""
         return self._checkpointed.due
-
-    rounds = 0  # exchanges are counted by steps
 
     @property
     def place(self) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Union
+from typing import Any
 
 import torch
 
@@ -26,6 +26,7 @@ from bagua.torch.checks import check_own, check_predivide, checked_passes
 from bagua.torch.choice import Choice
 from bagua.torch.compression import Compression
 from bagua.torch.compression import checked as compressor
+from bagua.torch.driver import Driver
 from bagua.torch.gradients import Gradients
 from bagua.torch.grouping import checked_groups
 from bagua.torch.mixing import Mixing
@@ -38,7 +39,6 @@ from bagua.torch.wrapped import Wrapped
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 Progress = tuple[int, int, int]
 Place = tuple[Progress, str]
-Driver = Union[Gradients, BetweenSteps]
 # By what they wrap, the latest one.
 _wrappers: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 
@@ -308,8 +308,7 @@ class DistributedOptimizer(Wrapped):
         if self._algorithm.when != "background":
             raise UsageError(f"{self._algorithm!r} has nothing in the background to pause")
         self._resting = resting  # also if it is to begin only after a warm-up
-        if isinstance(self._driver, Background):
-            self._driver.resting = resting
+        self._driver.resting = resting
 
     def _checked(
         self, algorithm: Choice, in_step: bool, named: NamedParameters | None = None
@@ -342,8 +341,7 @@ class DistributedOptimizer(Wrapped):
         if algorithm.when == "background":
             kind = Background
         driver = kind(self.inner, self._names, algorithm, self._standing, self._step)
-        if isinstance(driver, Background):
-            driver.resting = self._resting
+        driver.resting = self._resting
         return driver
 
     def _catch_up(self) -> None:
@@ -397,7 +395,7 @@ class DistributedOptimizer(Wrapped):
         others would wait for a rank that does not step. One that cannot be used at all has to come
         here, to hear so.
         """
-        return isinstance(self._driver, BetweenSteps) or self._algorithm.what == "momentum"
+        return not self._driver.shares_gradients or self._algorithm.what == "momentum"
 
     @property
     @in_one_piece
@@ -438,7 +436,7 @@ class DistributedOptimizer(Wrapped):
         kept_now = self._loaded
         if kept_now is None and not self._standing.withdrawn:
             kept_now = self._driver.state()
-        counts = self._algorithm.changes or isinstance(self._driver, BetweenSteps)
+        counts = self._algorithm.changes or not self._driver.shares_gradients
         if kept_now is None and not counts:
             return {}
         apart = self._algorithm.when == "background"
@@ -491,9 +489,8 @@ class DistributedOptimizer(Wrapped):
         self._step, self._since, _ = progress
         self._change_to(at_step(self._algorithm, self._step - self._since))
         self._replicas.go_to(self._step)
-        if isinstance(self._driver, BetweenSteps):
-            first = [at for at, _ in places].index(progress)
-            self._driver.begin_from(self._process_set.ranks[first])
+        first = [at for at, _ in places].index(progress)
+        self._driver.begin_from(self._process_set.ranks[first])
 
     @in_one_piece
     def add_param_group(self, param_group: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bagua.common.errors import BaguaError, UsageError
+from bagua.common.errors import BaguaError, JoinedError
 from bagua.common.kinds import Kind, ReduceOp
 from bagua.common.numpy_ops import allreduce, allreduce_async_
 from bagua.common.objects import allgather_object
@@ -21,6 +21,7 @@ from bagua.common.requests import refuse_quietly
 from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch import capture
+from bagua.torch.driver import Driver
 from bagua.torch.standing import Standing
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -56,7 +57,7 @@ class Replicas:
         """As all ranks do."""
         self._looked = step
 
-    def look(self, step: int, driver: Any, standing: Standing) -> None:
+    def look(self, step: int, driver: Driver, standing: Standing) -> None:
         every = int(world().config.check_replicas_every)
         equal = driver.equal_now()
         if every and driver.alone and not self._told:
@@ -131,7 +132,7 @@ def _difference(named: Named, mine: list[int], name: str, process_set: ProcessSe
     """The first parameter that is not the same on all ranks, and on whom; empty if all are."""
     try:
         everyone = allgather_object(mine, f"{name}.each", process_set)
-    except UsageError:
+    except JoinedError:
         return ""  # a rank has joined, and looks no more
     for i, (param_name, _) in enumerate(named):
         ranks_of: dict[int, list[int]] = {}
@@ -289,7 +290,7 @@ class NonFinite:
             return ""
         try:
             everyone = allgather_object(mine, f"{self._name}.names", self._process_set)
-        except UsageError:
+        except JoinedError:
             return "something, nobody says what since a rank has joined"
         found = [
             f"{param} ({bucket}) on rank {rank}"

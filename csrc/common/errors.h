@@ -7,8 +7,9 @@
 
 namespace bagua {
 
-// kLeft is kPeer of a rank that has shut down, which ends no exchange but its own.
-enum class ErrorKind : uint8_t { kUsage, kPeer, kInternal, kLeft };
+// kLeft is kPeer of a rank that has shut down, which ends no exchange but its own; kJoined is kUsage
+// of what a rank that has joined takes no part in.
+enum class ErrorKind : uint8_t { kUsage, kPeer, kInternal, kLeft, kJoined };
 
 class Error : public std::runtime_error {
  public:
@@ -21,7 +22,8 @@ class Error : public std::runtime_error {
 
 // The caller can fix it.
 struct UsageError : Error {
-  explicit UsageError(const std::string& what) : Error(ErrorKind::kUsage, what) {}
+  explicit UsageError(const std::string& what, ErrorKind kind = ErrorKind::kUsage)
+      : Error(kind, what) {}
 };
 // Another rank failed, left or is late.
 struct PeerError : Error {
@@ -43,7 +45,8 @@ using FailurePtr = std::shared_ptr<const Failure>;
 [[noreturn]] inline void throw_failure(const Failure& failure) {
   switch (failure.kind) {
     case ErrorKind::kUsage:
-      throw UsageError(failure.what);
+    case ErrorKind::kJoined:
+      throw UsageError(failure.what, failure.kind);
     case ErrorKind::kPeer:
     case ErrorKind::kLeft:
       throw PeerError(failure.what, failure.kind);

@@ -108,6 +108,8 @@ class Ledger {
     std::vector<int> arrived(const Pending& pending) const;    // ranks, without refusals
     std::vector<int> waiting(const Pending& pending) const;    // those, and who came later
     bool bit(int member, int32_t id) const;
+    // While some have joined, all that is objected to is so because of them.
+    ErrorKind objects_as() const { return joined_count ? ErrorKind::kJoined : ErrorKind::kUsage; }
     void clear_bit(int member, int32_t id);
     void set_bit(int member, int32_t id);
     // Members that meet in what was begun after they missed each other are not late any more.

@@ -54,7 +54,7 @@ void Ledger::settle_bits(int32_t set, int32_t id) {
   } else if (!gone.empty()) {
     turn_down(set, {entry.name, 0}, ErrorKind::kLeft, gone_text(gone), s.with_bit(id));
   } else if (!problem.empty()) {
-    turn_down(set, {entry.name, 0}, ErrorKind::kUsage, problem, s.with_bit(id));
+    turn_down(set, {entry.name, 0}, s.objects_as(), problem, s.with_bit(id));
   } else {
     s.meet(entry.description, entry.open_since_s);
     decision(set).agreed.push_back({id, 0});
@@ -106,7 +106,10 @@ void Ledger::resolve(int32_t set, const Key& key, Pending& pending) {
     problem = mismatch(s, pending);
     if (pending.of_several_steps()) kind = ErrorKind::kPeer;  // some are ahead of the others
   }
-  if (problem.empty()) problem = objection(set, Description::decode(pending.descriptions[0]));
+  if (problem.empty()) {
+    problem = objection(set, Description::decode(pending.descriptions[0]));
+    kind = s.objects_as();
+  }
   if (problem.empty()) {
     s.meet(Description::decode(pending.descriptions[0]), pending.since_s);
     return agree(set, key, pending.descriptions[0]);

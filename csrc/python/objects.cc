@@ -127,7 +127,7 @@ std::vector<int64_t> as_ints(PyObject* sequence) {
 }
 
 void set_error(const Error& error) {
-  const char* names[] = {"UsageError", "PeerError", "InternalError", "LeftError"};
+  const char* names[] = {"UsageError", "PeerError", "InternalError", "LeftError", "JoinedError"};
   const auto type =
       py::module_::import("bagua.common.errors").attr(names[static_cast<int>(error.kind())]);
   PyErr_SetString(type.ptr(), error.what());
