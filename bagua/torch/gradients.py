@@ -9,6 +9,7 @@ use), everything is waited for, and every `param.grad` is what all ranks share.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from bagua.algorithms import Algorithm
-from bagua.common.errors import UsageError
+from bagua.common.errors import BaguaError, UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.objects import broadcast_object
 from bagua.common.warn import warn
@@ -38,8 +39,13 @@ from bagua.torch.shipment import Shipment
 from bagua.torch.slot import Slot
 from bagua.torch.standing import Standing, in_one_piece
 
+# What a rank that refuses one optimizer's gradients says of another's comes as soon.
+_HEARD_S = 1.0
+_OF_A_FAILURE = 1 << 10  # among numbers of exchanges
 _FAILED = "backward raised an exception on this rank"
 _all: weakref.WeakSet[Gradients] = weakref.WeakSet()
+# By process set, the last backward pass that has failed, here or on another rank.
+_failed: dict[int, int] = {}
 # Who has begun to exchange in which backward pass.
 _by_task: dict[int, list[weakref.ref[Gradients]]] = {}
 
@@ -107,6 +113,7 @@ class Gradients(Driver):
         self._task = -1  # the backward pass, as autograd counts them
         self._exchanged = False  # since the last step
         self._exchanges = 0  # since then
+        self._failures = 0  # of passes, so far
         self._unshared = False  # local gradients that no exchange has seen
         self._folded: list[int] | None = None  # versions of momentum that was exchanged
         self.refresh()
@@ -215,8 +222,21 @@ class Gradients(Driver):
             return
         for bucket in self.layout.buckets:
             bucket.count_quietly(False)
+        self._refuse_rest()
+
+    def _refuse_rest(self) -> None:
         if not self._silent:
             self._shipment.refuse_rest(_FAILED)
+            if _failed.get(self.standing.order[0]) != self._task:
+                self._count_failure()
+
+    def _count_failure(self) -> None:
+        """Of a pass, once, for all optimizers of these ranks."""
+        of_set = self.standing.order[0]
+        _failed[of_set] = self._task
+        for other in list(_all):
+            if other.standing.order[0] == of_set:
+                other._failures += 1
 
     def _begin_backward(self, param: torch.Tensor) -> None:
         self.refresh()  # what was frozen or thawed after zero_grad() counts
@@ -251,10 +271,14 @@ class Gradients(Driver):
             bucket.count_quietly(self.layout.settled)
 
     def _count_exchanges(self) -> None:
-        """Else one that a rank makes once more in a step would meet the others' next step."""
+        """Else one that a rank makes once more in a step would meet the others' next step.
+
+        And one of a pass that failed on a rank before it came there would meet that rank's next.
+        """
+        count = self._failures * _OF_A_FAILURE + self._exchanges
         for bucket in self.layout.buckets:
-            if bucket.arena.earlier != self._exchanges:
-                bucket.arena.earlier = self._exchanges
+            if bucket.arena.earlier != count:
+                bucket.arena.earlier = count
 
     def _look_for_zeroing(self, fresh: torch.Tensor) -> None:
         """Notices a zero_grad of somebody else's, as of the model or of an optimizer unknown to us.
@@ -291,7 +315,11 @@ class Gradients(Driver):
         if self._silent:
             self._passes += not self.paused
             return
-        self._exchange()
+        try:
+            self._exchange()
+        except BaguaError:
+            _part([other for other in alive if other is not self])
+            raise
 
     # ---- the exchange --------------------------------------------------------------------------
 
@@ -300,10 +328,13 @@ class Gradients(Driver):
         self._count_exchanges()
         try:
             found = self._shipment.finish()
+        except BaguaError:
+            self._count_failure()
+            raise
         finally:
             self._reset()
         self._exchanged = True
-        earlier = [bucket.arena.earlier for bucket in self.layout.buckets]
+        earlier = [bucket.arena.earlier % _OF_A_FAILURE for bucket in self.layout.buckets]
         self._exchanges = 1 + max(earlier, default=0)
         self._unshared = False
         self._folded = self._versions() if self._plan.fold else None
@@ -367,8 +398,7 @@ class Gradients(Driver):
         hear why.
         """
         _by_task.pop(self._task, None)
-        if not self._silent:
-            self._shipment.refuse_rest(_FAILED)
+        self._refuse_rest()
         self._shipment.discard()
         self._reset()
         self._exchanged = False
@@ -418,8 +448,22 @@ class Gradients(Driver):
         """What ranks must have in common, but their steps."""
         layout = self.layout
         kept = self._plan.step if any(bucket.replicated for bucket in layout.buckets) else 0
-        return self._plan.generation, layout.unsettled, self._checkpointed.due, kept
+        return self._plan.generation, self._failures, layout.unsettled, self._checkpointed.due, kept
 
     def go_to(self, step: int, rounds: int, state_due: bool) -> None:
         """As all ranks do."""
         self._plan.step, self._checkpointed.due = step, state_due
+
+
+def _part(others: Sequence[Gradients]) -> None:
+    """An error has ended the pass before these were waited for.
+
+    The rank that it is of may not have come to them, nor come, and what it brings in a later pass
+    must not meet this one's.
+    """
+    deadline_s = time.monotonic() + _HEARD_S
+    while not all(other.at_rest() for other in others) and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    for other in others:
+        if not other.at_rest():
+            other.withdraw("gave up")

@@ -91,7 +91,7 @@ constexpr Words kWords[] = {{"operation"},
                             {"peers", "all"},
                             {"background"},
                             {"hierarchical"},
-                            {"the number of earlier exchanges in this step"}};
+                            {"what came of earlier exchanges in this step"}};
 static_assert(std::size(kWords) + 1 == std::tuple_size_v<Fields>,
               "the layout has words of its own");
 

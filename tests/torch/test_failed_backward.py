@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -147,3 +148,65 @@ def assert_same_everywhere(hvd, params) -> None:
         for param, (values, grad) in zip(params, theirs):
             assert torch.equal(param, values)
             assert torch.equal(param.grad, grad)
+
+
+@pytest.mark.ranks(2, 3)
+def test_who_raises_between_two_optimizers(everyone, hvd):
+    """It has not come to the second, whose gradients the others have sent."""
+    torch.manual_seed(0)
+    models = [nn.Linear(8, 8), nn.Linear(8, 1)]
+    sgds = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    optimizers = [hvd.DistributedOptimizer(sgd) for sgd in sgds]
+    torch.manual_seed(everyone.me)
+
+    def step(fails: bool = False) -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        hidden = models[0](torch.randn(4, 8))
+        hidden = Fails.apply(hidden) if fails else hidden
+        models[1](hidden.tanh()).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    step()
+    last = everyone.size - 1
+    with pytest.raises(ArithmeticError if everyone.me == last else hvd.UsageError):
+        step(fails=everyone.me == last)
+    with pytest.raises(
+        hvd.BaguaError, match="gave up in the middle|what came of earlier exchanges"
+    ):
+        step()
+    hvd.barrier()
+    optimizers = [hvd.DistributedOptimizer(sgd) for sgd in sgds]
+    for model in models:
+        hvd.broadcast_parameters(model.state_dict(), 0)
+    step()
+    for model in models:
+        assert_same_everywhere(hvd, list(model.parameters()))
+
+
+@pytest.mark.ranks(2, 3)
+def test_who_raises_below_two_optimizers(everyone, hvd):
+    """All hear of both, and can go on."""
+    models = [nn.Linear(8, 8), nn.Linear(8, 1)]
+    for model in models:
+        hvd.broadcast_parameters(model.state_dict(), 0)
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models
+    ]
+    torch.manual_seed(everyone.me)
+    for number in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        rows = torch.randn(4, 8, requires_grad=True)
+        fails = number == 2
+        rows = Fails.apply(rows) if fails and everyone.me == 0 else rows
+        error = ArithmeticError if everyone.me == 0 else hvd.UsageError
+        with pytest.raises(error) if fails else contextlib.nullcontext():
+            models[1](models[0](rows).tanh()).square().mean().backward()
+        if hvd.allreduce(torch.tensor(float(fails)), op=hvd.Max):
+            continue
+        for optimizer in optimizers:
+            optimizer.step()
+    for model in models:
+        assert_same_everywhere(hvd, list(model.parameters()))
