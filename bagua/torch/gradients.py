@@ -351,7 +351,9 @@ class Gradients(Driver):
         """Exchanges unless everything there is has been exchanged."""
         self.standing.check()
         self.look_again()
-        if self._unshared or not self._exchanged:
+        # Another hook may call `step()` in a pass before its gradient comes here.
+        ahead = self._task < torch._C._current_graph_task_id()
+        if ahead or self._unshared or not self._exchanged:
             self._exchange()
 
     def _versions(self) -> list[int]:

@@ -1130,6 +1130,31 @@ def test_weights_travel_where_synchronize_is_skipped(everyone, hvd, algorithm):
     assert torch.equal(train(True), train(False))
 
 
+@pytest.mark.parametrize("first", ["the hook", "the wrapper"])
+def test_a_step_in_backward(everyone, hvd, first):
+    """By a hook that is called when a gradient is there, before ours or after it."""
+    model, oracle = mlp(), mlp()
+    wrapped: dict[torch.Tensor, Any] = {}
+
+    def step(param: torch.Tensor) -> None:
+        wrapped[param].step()
+        wrapped[param].zero_grad()
+
+    for param in model.parameters():
+        if first == "the hook":
+            param.register_post_accumulate_grad_hook(step)
+        wrapped[param] = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.1))
+        if first == "the wrapper":
+            param.register_post_accumulate_grad_hook(step)
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    for inputs, targets in batches(everyone, 4):
+        loss_of(model, mine(everyone, inputs), mine(everyone, targets)).backward()
+        reference.zero_grad()
+        loss_of(oracle, inputs, targets).backward()
+        reference.step()
+    assert_close(model, oracle)
+
+
 def test_gradients_put_there_by_hand_are_exchanged_at_step(everyone, hvd):
     model = nn.Linear(2, 1, bias=False)
     with torch.no_grad():
