@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from bagua.common import numpy_ops
-from bagua.common.errors import UsageError
+from bagua.common.errors import JoinedError, UsageError
 from bagua.common.process_set import ProcessSet, global_process_set
 from bagua.common.world import rank
 
 _UNPICKLABLE = -1
+_NONE = b"!"  # in the place of a pickle, which has more bytes
 
 
 def broadcast_object(
@@ -64,16 +65,22 @@ def allgather_object(
 ) -> list[Any]:
     """Every rank's object, in rank order."""
     data, problem = _pickled(obj)
-    mine = np.frombuffer(data, np.uint8)
+    mine = np.frombuffer(data or _NONE, np.uint8)
     (gathered,), (rows,) = numpy_ops.allgather_with_rows([mine], name, process_set)
-    if 0 in rows:  # no pickle is empty
-        culprits = [process_set.ranks[i] for i, nbytes in enumerate(rows) if nbytes == 0]
+    if joined := _ranks_with(0, rows, process_set):
+        raise JoinedError(f"allgather_object: {joined} has joined, and has no object")
+    if culprits := _ranks_with(len(_NONE), rows, process_set):
         raise UsageError(
-            f"allgather_object: the object on rank {', '.join(map(str, culprits))} cannot be "
-            "pickled, or that rank has joined" + (f": {problem}" if problem else "")
+            f"allgather_object: the object on {culprits} cannot be pickled"
+            + (f": {problem}" if problem else "")
         ) from problem
     ends = np.cumsum(rows)
     return [pickle.loads(gathered.data[end - nbytes : end]) for end, nbytes in zip(ends, rows)]
+
+
+def _ranks_with(nbytes: int, rows: list[int], process_set: ProcessSet) -> str:
+    ranks = [str(rank) for rank, sent in zip(process_set.ranks, rows) if sent == nbytes]
+    return f"rank {', '.join(ranks)}" if ranks else ""
 
 
 def _pickled(obj: Any) -> tuple[bytes, Exception | None]:

@@ -9,6 +9,7 @@ use), everything is waited for, and every `param.grad` is what all ranks share.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Sequence
@@ -45,7 +46,7 @@ _OF_A_FAILURE = 1 << 10  # among numbers of exchanges
 _FAILED = "backward raised an exception on this rank"
 _all: weakref.WeakSet[Gradients] = weakref.WeakSet()
 # By process set, the last backward pass that has failed, here or on another rank.
-_failed: dict[int, int] = {}
+_failed: dict[int, int | None] = {}
 # Who has begun to exchange in which backward pass.
 _by_task: dict[int, list[weakref.ref[Gradients]]] = {}
 
@@ -227,13 +228,14 @@ class Gradients(Driver):
     def _refuse_rest(self) -> None:
         if not self._silent:
             self._shipment.refuse_rest(_FAILED)
-            if _failed.get(self.standing.order[0]) != self._task:
-                self._count_failure()
+            self._count_failure(self._task)
 
-    def _count_failure(self) -> None:
-        """Of a pass, once, for all optimizers of these ranks."""
+    def _count_failure(self, task: int | None) -> None:
+        """Of a pass once, for all optimizers of these ranks; they may also fail without a pass."""
         of_set = self.standing.order[0]
-        _failed[of_set] = self._task
+        if task is not None and _failed.get(of_set) == task:
+            return
+        _failed[of_set] = task
         for other in list(_all):
             if other.standing.order[0] == of_set:
                 other._failures += 1
@@ -316,20 +318,20 @@ class Gradients(Driver):
             self._passes += not self.paused
             return
         try:
-            self._exchange()
+            self._exchange(self._task)
         except BaguaError:
-            _part([other for other in alive if other is not self])
+            _part([other for other in alive if other is not self], self._task)
             raise
 
     # ---- the exchange --------------------------------------------------------------------------
 
-    def _exchange(self) -> None:
+    def _exchange(self, task: int | None = None) -> None:
         """Launches what is not under way, waits for everything, delivers."""
         self._count_exchanges()
         try:
             found = self._shipment.finish()
         except BaguaError:
-            self._count_failure()
+            self._count_failure(task)
             raise
         finally:
             self._reset()
@@ -457,15 +459,18 @@ class Gradients(Driver):
         self._plan.step, self._checkpointed.due = step, state_due
 
 
-def _part(others: Sequence[Gradients]) -> None:
+def _part(others: Sequence[Gradients], task: int) -> None:
     """An error has ended the pass before these were waited for.
 
-    The rank that it is of may not have come to them, nor come, and what it brings in a later pass
-    must not meet this one's.
+    The rank that it is of may not have come to them, and what it brings in a later pass must not
+    meet this one's.
     """
     deadline_s = time.monotonic() + _HEARD_S
-    while not all(other.at_rest() for other in others) and time.monotonic() < deadline_s:
-        time.sleep(0.001)
     for other in others:
-        if not other.at_rest():
+        while not other.at_rest() and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        if other.at_rest():
+            with contextlib.suppress(BaguaError):
+                other._exchange(task)
+        else:
             other.withdraw("gave up")

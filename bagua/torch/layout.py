@@ -12,7 +12,7 @@ import torch
 
 from bagua.common import numpy_ops
 from bagua.common.core import core
-from bagua.common.errors import InternalError, UsageError
+from bagua.common.errors import InternalError, JoinedError, UsageError
 from bagua.common.kinds import Kind, ReduceOp
 from bagua.common.requests import refuse_quietly
 from bagua.common.world import world
@@ -125,7 +125,13 @@ class Layout:
         named = [*((slot.name, slot.param) for slot in known), *fresh]
         name, group = f"{self._plan.prefix}.parameters", self._plan.process_set
         comes = any(param.grad is not None for _, param in fresh)
-        comes = check_parameters(named, name, group, comes, other_gradients(named))
+        try:
+            comes = check_parameters(named, name, group, comes, other_gradients(named))
+        except JoinedError as error:
+            raise JoinedError(
+                f"parameters were added, frozen or thawed, which all ranks compare: {error}; do so "
+                "when join() has returned everywhere"
+            ) from None
         self.params, self._required = everything, [p.requires_grad for p in everything]
         for param in gone:
             self._drop(param)

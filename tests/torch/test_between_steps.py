@@ -771,10 +771,10 @@ def test_gradients_after_weights_want_all_ranks(everyone, hvd):
     if everyone.me > 0:
         optimizer.zero_grad()
         replica.backward(2)
-        with pytest.raises(hvd.UsageError, match="or that rank has joined"):
+        with pytest.raises(hvd.UsageError, match="has joined"):
             optimizer.step()
         before = values([replica])[0]
-        with pytest.raises(hvd.UsageError, match="or that rank has joined"):
+        with pytest.raises(hvd.UsageError, match="has joined"):
             optimizer.zero_grad()
         assert all(torch.equal(a, b) for a, b in zip(before, replica.params))
     hvd.join()

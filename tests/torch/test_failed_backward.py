@@ -186,20 +186,24 @@ def test_who_raises_between_two_optimizers(everyone, hvd):
 
 
 @pytest.mark.ranks(2, 3)
-def test_who_raises_below_two_optimizers(everyone, hvd):
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_who_raises_below_two_optimizers(everyone, hvd, exchange):
     """All hear of both, and can go on."""
     models = [nn.Linear(8, 8), nn.Linear(8, 1)]
     for model in models:
         hvd.broadcast_parameters(model.state_dict(), 0)
     optimizers = [
-        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), num_groups=2, algorithm=algorithm()
+        )
+        for model, algorithm in zip(models, (EXCHANGES[exchange], GradientAllreduce))
     ]
     torch.manual_seed(everyone.me)
-    for number in range(4):
+    for number in range(6):
         for optimizer in optimizers:
             optimizer.zero_grad()
         rows = torch.randn(4, 8, requires_grad=True)
-        fails = number == 2
+        fails = number in (2, 4)
         rows = Fails.apply(rows) if fails and everyone.me == 0 else rows
         error = ArithmeticError if everyone.me == 0 else hvd.UsageError
         with pytest.raises(error) if fails else contextlib.nullcontext():
