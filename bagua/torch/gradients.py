@@ -319,7 +319,7 @@ class Gradients(Driver):
             return
         try:
             self._exchange(self._task)
-        except BaguaError:
+        except Exception:
             _part([other for other in alive if other is not self], self._task)
             raise
 
@@ -330,7 +330,7 @@ class Gradients(Driver):
         self._count_exchanges()
         try:
             found = self._shipment.finish()
-        except BaguaError:
+        except Exception:  # also of this rank alone: the others have heard of it, or stepped
             self._count_failure(task)
             raise
         finally:
