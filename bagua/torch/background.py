@@ -95,7 +95,7 @@ class Background(BetweenSteps):
 
     def _start_over(self) -> None:
         self._given = []
-        name = self.standing.name_anew("marker", self._generation)
+        name = self.standing.name(f"weights.{self._generation}.marker")
         self._marker = Piece(name, [("", torch.zeros(1))], self._exchange, self._process_set)
 
     def _piece_nbytes(self, exchange: Exchange) -> float:

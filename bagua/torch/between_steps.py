@@ -186,7 +186,7 @@ class BetweenSteps(Driver):
         params = [param for _, param in named]
         count = sum(param.numel() for param in params)
         dtype = dtype_name(params[0].dtype) if params else "float32"
-        prefix = self.standing.name_anew("weights", self._generation)
+        prefix = self.standing.name(f"weights.{self._generation}")
         info = BucketInfo(prefix, 0, dtype, count, sum(p.nbytes for p in params))
         with self.standing.planning():
             exchange = planned(self.algorithm, info, world(), self._step)

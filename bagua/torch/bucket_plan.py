@@ -22,6 +22,9 @@ from bagua.torch.velocity import VelocityBucket
 
 _FIRST_NBYTES = 1 << 20
 _SMALL = 16  # times smaller than what comes after it
+# That have names of their own. The engine remembers names, so they come round; those of weights do
+# not, since it counts the rounds of what has peers by them.
+_LAYOUTS = 8
 
 
 class Plan:
@@ -104,7 +107,7 @@ class Plan:
         if self.wire_dtype is not None and dtype.is_floating_point:
             dtype = self.wire_dtype
         count = sum(slot.param.numel() for slot in slots)
-        name = f"{self.standing.name_anew('bucket', self.generation)}.{index}"
+        name = f"{self.prefix}.bucket.{self.generation % _LAYOUTS}.{index}"
         info = BucketInfo(name, index, dtype_name(dtype), count, count * dtype.itemsize)
         exchange = self.exchange_of(slots[0], info)
         alone = self.process_set.size() == 1  # then nothing has to travel

@@ -28,7 +28,6 @@ _REMEDY = (
 )
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _numbers = itertools.count()  # of optimizers
-_LAYOUTS = 8  # that have names of their own
 
 
 class Standing:
@@ -63,10 +62,6 @@ class Standing:
     def generation(self) -> int:
         """Of what is laid out anew."""
         return next(self._generations)
-
-    def name_anew(self, what: str, generation: int) -> str:
-        """Other than in the layouts before; but the engine remembers names, so they come round."""
-        return self.name(f"{what}.{generation % _LAYOUTS}")
 
     def withdraw(self, problem: str) -> None:
         if self.withdrawn:

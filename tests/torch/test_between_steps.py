@@ -302,6 +302,29 @@ def large_in_arena(optimizer) -> list[torch.Tensor]:
     return [view for view, large in views if large]
 
 
+@pytest.mark.ranks(3, 4)
+def test_loaded_often_goes_on_the_same_way(everyone, hvd):
+    """Whose turn it is comes from the rounds of the checkpoint alone."""
+    param = nn.Parameter(torch.zeros(5))
+    sgd = torch.optim.SGD([param], lr=0.1)
+    algorithm = Decentralized(peers="random", hierarchical=False)
+    optimizer = hvd.DistributedOptimizer(sgd, algorithm=algorithm)
+
+    def steps(count: int) -> torch.Tensor:
+        for step in range(count):
+            param.grad = noise(everyone.me, step, (5,))
+            optimizer.step()
+        return param.detach().clone()
+
+    begin, state = steps(2), copy.deepcopy(optimizer.state_dict())
+    ends = []
+    for _ in range(12):
+        param.data.copy_(begin)
+        optimizer.load_state_dict(copy.deepcopy(state))
+        ends.append(steps(3))
+    assert all(torch.equal(end, ends[0]) for end in ends)
+
+
 def test_who_is_interrupted_keeps_weights_that_nobody_writes(everyone, hvd):
     """Its peers come when it has given up, and large weights are exchanged where they are."""
     param = nn.Parameter(noise(everyone.me, 0, (512, 300)))

@@ -427,6 +427,22 @@ def test_frozen_thawed_and_added_parameters(everyone, hvd):
     assert_same_everywhere(hvd, model)
 
 
+@pytest.mark.ranks(2)
+def test_names_of_buckets_come_round(hvd):
+    """The engine remembers them, and some freeze and thaw in every step."""
+    model = mlp()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    names = []
+    for step in range(20):
+        model[0].requires_grad_(step % 2 == 0)
+        optimizer.zero_grad()
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        names.append({bucket.name for bucket in optimizer._driver.layout.buckets})
+    assert all(not before & after for before, after in zip(names, names[1:]))
+    assert len(set.union(*names)) < 20
+
+
 def test_frozen_between_steps_is_not_stepped(hvd):
     """The optimizer's own zero_grad, in which freezing could be noticed in time, is not called."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
