@@ -14,6 +14,7 @@ import numpy as np
 from bagua.common import numpy_ops
 from bagua.common.errors import JoinedError, UsageError
 from bagua.common.process_set import ProcessSet, global_process_set
+from bagua.common.ranks_text import ranks_text
 from bagua.common.world import rank
 
 _UNPICKLABLE = -1
@@ -67,20 +68,18 @@ def allgather_object(
     data, problem = _pickled(obj)
     mine = np.frombuffer(data or _NONE, np.uint8)
     (gathered,), (rows,) = numpy_ops.allgather_with_rows([mine], name, process_set)
-    if joined := _ranks_with(0, rows, process_set):
-        raise JoinedError(f"allgather_object: {joined} has joined, and has no object")
-    if culprits := _ranks_with(len(_NONE), rows, process_set):
+    of = list(zip(process_set.ranks, rows))
+    if joined := [rank for rank, nbytes in of if nbytes == 0]:
+        raise JoinedError(
+            f"allgather_object: no object of {ranks_text(joined)}: who has joined gives none"
+        )
+    if culprits := [rank for rank, nbytes in of if nbytes == len(_NONE)]:
         raise UsageError(
-            f"allgather_object: the object on {culprits} cannot be pickled"
+            f"allgather_object: the object on {ranks_text(culprits)} cannot be pickled"
             + (f": {problem}" if problem else "")
         ) from problem
     ends = np.cumsum(rows)
     return [pickle.loads(gathered.data[end - nbytes : end]) for end, nbytes in zip(ends, rows)]
-
-
-def _ranks_with(nbytes: int, rows: list[int], process_set: ProcessSet) -> str:
-    ranks = [str(rank) for rank, sent in zip(process_set.ranks, rows) if sent == nbytes]
-    return f"rank {', '.join(ranks)}" if ranks else ""
 
 
 def _pickled(obj: Any) -> tuple[bytes, Exception | None]:

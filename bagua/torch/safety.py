@@ -17,6 +17,7 @@ from bagua.common.kinds import Kind, ReduceOp
 from bagua.common.numpy_ops import allreduce, allreduce_async_
 from bagua.common.objects import allgather_object
 from bagua.common.process_set import ProcessSet
+from bagua.common.ranks_text import ranks_text
 from bagua.common.requests import refuse_quietly
 from bagua.common.warn import warn
 from bagua.common.world import world
@@ -139,7 +140,7 @@ def _difference(named: Named, mine: list[int], name: str, process_set: ProcessSe
         for rank, sums in zip(process_set.ranks, everyone):
             ranks_of.setdefault(sums[i], []).append(rank)
         if len(ranks_of) > 1:
-            parties = " and ".join(_ranks(ranks) for ranks in ranks_of.values())
+            parties = " and ".join(ranks_text(ranks) for ranks in ranks_of.values())
             more = sum(len({sums[j] for sums in everyone}) > 1 for j in range(i + 1, len(named)))
             are = "is 1 more" if more == 1 else f"are {more} more"
             others = f", nor {are} after it" if more else ""
@@ -182,12 +183,6 @@ def _checksum(param: torch.Tensor, before: int = 0) -> int:
 def of_first(tensor: torch.Tensor, before: int = 0) -> int:
     """A checksum of its first few values."""
     return _checksum(tensor.detach().flatten()[:_SAMPLE], before)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''}"
 
 
 def looks_at_all() -> bool:
