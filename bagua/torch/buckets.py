@@ -53,7 +53,8 @@ class Bucket:
         self.name = name
         self.info = info
         # What becomes of a gradient, but for what a codec loses.
-        self.terms = (op.name, scales, process_set._id(), fold is not None)
+        kind = "momentum" if fold is not None else op.name
+        self.terms = f"{kind} over process set {process_set._id()}, scaled by {scales}"
         self.slots = list(slots)
         self._fold = fold  # makes of gradients in the arena what is to travel
         transforms = self.transforms or fold is not None

@@ -36,7 +36,7 @@ class _Claims:
 
     def check(self, slots: Iterable[Slot]) -> None:
         """Those of one backward pass: a parameter has one gradient, of one exchange."""
-        terms: dict[torch.Tensor, Any] = {}
+        terms: dict[torch.Tensor, str] = {}
         for slot in slots:
             if slot.bucket is None or not self.is_contested(slot.param):
                 continue
@@ -44,8 +44,8 @@ class _Claims:
             theirs = terms.setdefault(slot.param, mine)
             if mine != theirs:
                 raise UsageError(
-                    f"two optimizers exchange the gradient of {slot.name} in one backward pass, by "
-                    f"{theirs} and by {mine}: give both the same, or one of them its own pass"
+                    f"two optimizers exchange the gradient of {slot.name} in one backward pass: "
+                    f"{theirs}, and {mine}. Give both the same, or one of them its own pass"
                 )
 
     def drop(self, param: torch.Tensor) -> None:

@@ -38,7 +38,7 @@ class Scaling:
         """
         overflow, scale = (vars(told).get(name) for name in _LEFT)
         if overflow is not None:
-            # Of powers, so that no two sums are the same.
+            # Of powers, so that hardly two sums are the same.
             self._overflows = self._overflows + (overflow > 0).long() * pow(3, step, 2**61 - 1)
             self._scale = scale
         if alone:
