@@ -9,8 +9,6 @@ use), everything is waited for, and every `param.grad` is what all ranks share.
 
 from __future__ import annotations
 
-import contextlib
-import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -18,12 +16,12 @@ from typing import Any
 import torch
 
 from bagua.algorithms import Algorithm
-from bagua.common.errors import BaguaError, UsageError
+from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.objects import broadcast_object
 from bagua.common.warn import warn
 from bagua.common.world import world
-from bagua.torch import capture, hooks
+from bagua.torch import capture, failed_passes, hooks
 from bagua.torch.agreement import check_hyperparameters
 from bagua.torch.arrays import is_on_device
 from bagua.torch.bucket_plan import Plan, fold_of
@@ -40,13 +38,8 @@ from bagua.torch.shipment import Shipment
 from bagua.torch.slot import Slot
 from bagua.torch.standing import Standing, in_one_piece
 
-# What a rank that refuses one optimizer's gradients says of another's comes as soon.
-_HEARD_S = 1.0
-_OF_A_FAILURE = 1 << 10  # among numbers of exchanges
 _FAILED = "backward raised an exception on this rank"
 _all: weakref.WeakSet[Gradients] = weakref.WeakSet()
-# By process set, the last backward pass that has failed, here or on another rank.
-_failed: dict[int, int | None] = {}
 # Who has begun to exchange in which backward pass.
 _by_task: dict[int, list[weakref.ref[Gradients]]] = {}
 
@@ -114,7 +107,7 @@ class Gradients(Driver):
         self._task = -1  # the backward pass, as autograd counts them
         self._exchanged = False  # since the last step
         self._exchanges = 0  # since then
-        self._failures = 0  # of passes, so far
+        self.failures = 0  # of passes, so far
         self._unshared = False  # local gradients that no exchange has seen
         self._folded: list[int] | None = None  # versions of momentum that was exchanged
         self.refresh()
@@ -228,17 +221,7 @@ class Gradients(Driver):
     def _refuse_rest(self) -> None:
         if not self._silent:
             self._shipment.refuse_rest(_FAILED)
-            self._count_failure(self._task)
-
-    def _count_failure(self, task: int | None) -> None:
-        """Of a pass once, for all optimizers of these ranks; they may also fail without a pass."""
-        of_set = self.standing.order[0]
-        if task is not None and _failed.get(of_set) == task:
-            return
-        _failed[of_set] = task
-        for other in list(_all):
-            if other.standing.order[0] == of_set:
-                other._failures += 1
+            failed_passes.count(self._task, self.standing.order[0], list(_all))
 
     def _begin_backward(self, param: torch.Tensor) -> None:
         self.refresh()  # what was frozen or thawed after zero_grad() counts
@@ -273,14 +256,12 @@ class Gradients(Driver):
             bucket.count_quietly(self.layout.settled)
 
     def _count_exchanges(self) -> None:
-        """Else one that a rank makes once more in a step would meet the others' next step.
-
-        And one of a pass that failed on a rank before it came there would meet that rank's next.
-        """
-        count = self._failures * _OF_A_FAILURE + self._exchanges
+        """Else one that a rank makes once more in a step would meet the others' next step."""
         for bucket in self.layout.buckets:
-            if bucket.arena.earlier != count:
-                bucket.arena.earlier = count
+            if bucket.arena.earlier != self._exchanges:
+                bucket.arena.earlier = self._exchanges
+            if bucket.arena.failures != self.failures:
+                bucket.arena.failures = self.failures
 
     def _look_for_zeroing(self, fresh: torch.Tensor) -> None:
         """Notices a zero_grad of somebody else's, as of the model or of an optimizer unknown to us.
@@ -318,25 +299,25 @@ class Gradients(Driver):
             self._passes += not self.paused
             return
         try:
-            self._exchange(self._task)
+            self.exchange(self._task)
         except Exception:
-            _part([other for other in alive if other is not self], self._task)
+            failed_passes.part([other for other in alive if other is not self], self._task)
             raise
 
     # ---- the exchange --------------------------------------------------------------------------
 
-    def _exchange(self, task: int | None = None) -> None:
-        """Launches what is not under way, waits for everything, delivers."""
+    def exchange(self, task: int | None = None) -> None:
+        """Launches what is not under way, waits for everything, delivers; of a pass, if any."""
         self._count_exchanges()
         try:
             found = self._shipment.finish()
         except Exception:  # also of this rank alone: the others have heard of it, or stepped
-            self._count_failure(task)
+            failed_passes.count(task, self.standing.order[0], list(_all))
             raise
         finally:
             self._reset()
         self._exchanged = True
-        earlier = [bucket.arena.earlier % _OF_A_FAILURE for bucket in self.layout.buckets]
+        earlier = [bucket.arena.earlier for bucket in self.layout.buckets]
         self._exchanges = 1 + max(earlier, default=0)
         self._unshared = False
         self._folded = self._versions() if self._plan.fold else None
@@ -356,7 +337,7 @@ class Gradients(Driver):
         # Another hook may call `step()` in a pass before its gradient comes here.
         ahead = self._task < torch._C._current_graph_task_id()
         if ahead or self._unshared or not self._exchanged:
-            self._exchange()
+            self.exchange()
 
     def _versions(self) -> list[int]:
         grads = [param.grad for param in self.layout.slots]
@@ -452,25 +433,8 @@ class Gradients(Driver):
         """What ranks must have in common, but their steps."""
         layout = self.layout
         kept = self._plan.step if any(bucket.replicated for bucket in layout.buckets) else 0
-        return self._plan.generation, self._failures, layout.unsettled, self._checkpointed.due, kept
+        return self._plan.generation, self.failures, layout.unsettled, self._checkpointed.due, kept
 
     def go_to(self, step: int, rounds: int, state_due: bool) -> None:
         """As all ranks do."""
         self._plan.step, self._checkpointed.due = step, state_due
-
-
-def _part(others: Sequence[Gradients], task: int) -> None:
-    """An error has ended the pass before these were waited for.
-
-    The rank that it is of may not have come to them, and what it brings in a later pass must not
-    meet this one's.
-    """
-    deadline_s = time.monotonic() + _HEARD_S
-    for other in others:
-        while not other.at_rest() and time.monotonic() < deadline_s:
-            time.sleep(0.001)
-        if other.at_rest():
-            with contextlib.suppress(BaguaError):
-                other._exchange(task)
-        else:
-            other.withdraw("gave up")

@@ -85,6 +85,8 @@ class Bucket {
   // an error on both.
   void set_earlier(int32_t count) { description_.earlier = count; }
   int32_t earlier() const { return description_.earlier; }
+  void set_failures(int32_t count) { description_.failures = count; }
+  int32_t failures() const { return description_.failures; }
   // Bytes that were read and written to bring values into the arena.
   void touch(int64_t nbytes) { engine_->touch(nbytes); }
   // Does not take part this time: throws a UsageError, here and on the ranks that launch.

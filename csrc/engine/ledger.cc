@@ -311,8 +311,12 @@ bool Ledger::comes_late(int32_t set, int member, const Key& key, bool waits) {
 
 void Ledger::Set::meet(const Description& description, double since_s) {
   if (given_up.empty() || description.background) return;
+  forget_given_up([&](int, double at_s) { return at_s <= since_s; });
+}
+
+void Ledger::Set::forget_given_up(const std::function<bool(int member, double at_s)>& which) {
   for (auto item = given_up.begin(); item != given_up.end();)
-    item = item->second.at_s <= since_s ? given_up.erase(item) : std::next(item);
+    item = which(item->first.first, item->second.at_s) ? given_up.erase(item) : std::next(item);
 }
 
 bool Ledger::any_open() const {

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <deque>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -114,6 +115,7 @@ class Ledger {
     void set_bit(int member, int32_t id);
     // Members that meet in what was begun after they missed each other are not late any more.
     void meet(const Description& description, double since_s);
+    void forget_given_up(const std::function<bool(int member, double at_s)>& which);
   };
 
   Decision& decision(int32_t set);

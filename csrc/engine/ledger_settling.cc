@@ -25,9 +25,10 @@ std::string Ledger::Pending::label(const Key& key) const {
 }
 
 bool Ledger::Pending::of_several_steps() const {
-  const int32_t first = Description::decode(descriptions.at(0)).earlier;
+  const Description first = Description::decode(descriptions.at(0));
   return std::any_of(descriptions.begin(), descriptions.end(), [&](const std::string& bytes) {
-    return Description::decode(bytes).earlier != first;
+    const Description other = Description::decode(bytes);
+    return other.earlier != first.earlier || other.failures != first.failures;
   });
 }
 
@@ -235,8 +236,7 @@ void Ledger::join(int32_t set, int member, double now_s) {
   s.last_joined = s.ranks[static_cast<size_t>(member)];
   ++s.joined_count;
   // It comes to nothing any more that it was late for.
-  for (auto item = s.given_up.begin(); item != s.given_up.end();)
-    item = item->first.first == member ? s.given_up.erase(item) : std::next(item);
+  s.forget_given_up([&](int whose, double) { return whose == member; });
   settle_all(set);
   settle_join(set);
 }

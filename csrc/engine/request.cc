@@ -57,9 +57,9 @@ Difference layout_difference(const Description& here, const Description& there) 
 template <class D>
 auto fields_of(D& d) {
   auto& [kind, on_device, captured, registered, op, root, prescale, postscale, priority, codec,
-         peers, background, exact_in_nodes, earlier, layout] = d;
+         peers, background, exact_in_nodes, earlier, failures, layout] = d;
   return std::tie(kind, on_device, captured, registered, op, root, prescale, postscale, priority,
-                  codec, peers, background, exact_in_nodes, earlier, layout);
+                  codec, peers, background, exact_in_nodes, earlier, failures, layout);
 }
 using Fields = decltype(fields_of(std::declval<Description&>()));
 
@@ -91,7 +91,8 @@ constexpr Words kWords[] = {{"operation"},
                             {"peers", "all"},
                             {"background"},
                             {"hierarchical"},
-                            {"what came of earlier exchanges in this step"}};
+                            {"the number of earlier exchanges in this step"},
+                            {"the number of backward passes that had failed"}};
 static_assert(std::size(kWords) + 1 == std::tuple_size_v<Fields>,
               "the layout has words of its own");
 

@@ -33,7 +33,8 @@ struct Description {
   std::string peers;            // of an allreduce that is not with everyone, see parse_peers
   bool background = false;      // gives way to everything else
   bool exact_in_nodes = false;  // codec and peers count only between nodes
-  int32_t earlier = 0;          // exchanges of these values in this step, and what came of them
+  int32_t earlier = 0;          // exchanges of these values in this step
+  int32_t failures = 0;         // of what would have been exchanged before
   // Per tensor: element type, number of dimensions, dimensions. For add_process_set: the ranks.
   std::vector<int64_t> layout;
 

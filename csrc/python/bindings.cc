@@ -294,6 +294,7 @@ PYBIND11_MODULE(_core, m) {
            })
       .def_property_readonly("launch_count", &Bucket::launch_count)
       .def_property("earlier", &Bucket::earlier, &Bucket::set_earlier)
+      .def_property("failures", &Bucket::failures, &Bucket::set_failures)
       .def("count_anew", &Bucket::count_anew)
       .def("count_quietly", &Bucket::count_quietly)
       .def_static("in_an_arena",

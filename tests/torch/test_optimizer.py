@@ -13,21 +13,10 @@ import torch
 from torch import nn
 
 from bagua.algorithms import Decentralized, DiLoCo, LocalSGD, TopK
-from bagua.torch import buckets
 
 pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.usefixtures("overlap")]
 
 BATCH = 4
-
-
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows):
-        return rows.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError("on purpose")
 
 
 def mlp(seed: int = 0) -> nn.Module:
@@ -132,7 +121,7 @@ def test_two_optimizers_of_one_parameter_by_unlike_exchanges(hvd):
     ]
     for _ in range(2):
         with pytest.raises(
-            hvd.UsageError, match=r"two optimizers exchange .*Sum.* and by .*Average"
+            hvd.UsageError, match=r"two optimizers exchange .*: Sum .*, and Average "
         ):
             param.sum().backward()
         for optimizer in optimizers:
@@ -485,26 +474,6 @@ def test_wrapped_anew_while_one_rank_keeps_the_wrapper_before(everyone, hvd):
     for before in kept:
         with pytest.raises(hvd.UsageError, match="wrapped the same optimizer anew"):
             before.step()
-
-
-@pytest.mark.ranks(2)
-def test_a_gradient_that_had_left_a_wrapper_is_nobodys(everyone, hvd, overlap):
-    """Its place in memory may be another's next, and this one may be one that is under way."""
-    params = [nn.Parameter(torch.ones(200_000)) for _ in range(2)]
-    sgd = torch.optim.SGD(params, lr=0.1)
-    for _ in range(4):
-        optimizer = hvd.DistributedOptimizer(sgd, num_groups=2)
-        for fails in (False, False, True):
-            optimizer.zero_grad()
-            below = torch.ones(1, requires_grad=True)
-            below = Raises.apply(below) if fails else below
-            loss = params[1].sum() * (params[0].mean() * below)
-            with pytest.raises(ArithmeticError) if fails else contextlib.nullcontext():
-                loss.backward()
-                optimizer.step()
-        del loss, optimizer
-    hvd.DistributedOptimizer(sgd)
-    assert not buckets._flying | buckets._lent
 
 
 def test_the_order_is_asked_for_again_after_an_error(everyone, hvd, monkeypatch):

@@ -527,6 +527,21 @@ TEST(Ledger, WhoComesToWhatOthersGaveUpHearsSo) {
   EXPECT_FALSE(book.ledger.any_open());
 }
 
+// Then nothing is wrong with the call: some have to begin anew.
+TEST(Ledger, WhoIsInAnotherStepIsApart) {
+  for (int32_t Description::* count : {&Description::earlier, &Description::failures}) {
+    Book book(2);
+    Description ahead = sum_of(1);
+    ahead.*count = 1;
+    book.tell(0, full("x", sum_of(1)));
+    book.tell(1, full("x", ahead));
+    const Decision d = book.take();
+    ASSERT_EQ(d.rejections.size(), 1u);
+    EXPECT_EQ(d.rejections[0].kind, ErrorKind::kPeer);
+    EXPECT_HAS(d.rejections[0].text, "0 on rank 0, 1 on rank 1");
+  }
+}
+
 // A rank that had skipped a call, and met the others since, is not late for the next of its name.
 TEST(Ledger, WhoHasMetTheOthersSinceIsNotLate) {
   Description quiet = sum_of(1);

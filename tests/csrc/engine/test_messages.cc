@@ -189,7 +189,7 @@ TEST(Messages, EveryFieldOfADescriptionCounts) {
   };
   // A new one does not compile until it is here, and then has to be counted below.
   auto& [kind, on_device, captured, registered, op, root, prescale, postscale, priority, codec,
-         peers, background, exact_in_nodes, earlier, layout] = other;
+         peers, background, exact_in_nodes, earlier, failures, layout] = other;
   const std::vector<std::string> words = {counts(kind, OpKind::kJoin),
                                           counts(on_device, true),
                                           counts(captured, true),
@@ -204,6 +204,7 @@ TEST(Messages, EveryFieldOfADescriptionCounts) {
                                           counts(background, true),
                                           counts(exact_in_nodes, true),
                                           counts(earlier, 1),
+                                          counts(failures, 1),
                                           counts(layout, std::vector<int64_t>{0, 0})};
   EXPECT_EQ(std::set<std::string>(words.begin(), words.end()).size(), words.size());
 }
