@@ -8,7 +8,7 @@ PROGRAM = """
 import sys
 import bagua
 
-bagua.init(stall_fail_s=10)
+bagua.init(stall_fail_s=40)
 if bagua.rank() == 0:
     import bagua.torch
 if bagua.rank() == 2 and sys.argv[1:]:

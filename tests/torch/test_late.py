@@ -5,11 +5,18 @@ from __future__ import annotations
 import pytest
 
 PROGRAM = """
-import sys, time, torch, bagua.torch as bagua
+import os, sys, time, torch, bagua.torch as bagua
 from bagua.algorithms import LocalSGD
 
-bagua.init(stall_fail_s=1, overlap=sys.argv[1], learn_bucket_order=False)
+bagua.init(stall_fail_s=3, overlap=sys.argv[1], learn_bucket_order=False)
 me, late = bagua.rank(), []
+
+def tell(what):
+    open(f"{__file__}.{what}.{me}", "w").close()
+
+def await_other(what):  # which is no operation, and for as long as it takes
+    while not os.path.exists(f"{__file__}.{what}.{1 - me}"):
+        time.sleep(0.01)
 
 class Slow(torch.autograd.Function):
     @staticmethod
@@ -20,7 +27,7 @@ class Slow(torch.autograd.Function):
     def backward(ctx, grad):
         if late:
             late.clear()
-            time.sleep(2.5)
+            await_other("gave up")
         return grad
 
 torch.manual_seed(0)
@@ -47,11 +54,13 @@ try:
     step()
 except bagua.PeerError as error:
     print(error)
+tell("gave up")
 try:
     step()
 except bagua.UsageError as error:
     print(error)
-time.sleep(2 if me == 0 else 0)
+tell("begins anew")
+await_other("begins anew")
 optimizer = wrapped()
 bagua.broadcast_parameters(dict(enumerate(params)), 0)
 for _ in range(4):
@@ -69,5 +78,5 @@ def test_who_comes_too_late_hears_so(run_ranks, overlap, what):
     assert result.exit_code == 0, str(result)
     for rank, output in enumerate(result.stdout):
         first, second = output.splitlines()
-        assert ("rank 1 not ready after 1 s", "gave up waiting for this rank")[rank] in first
+        assert ("rank 1 not ready after 3 s", "gave up waiting for this rank")[rank] in first
         assert "this rank gave up in the middle of a step" in second
