@@ -7,8 +7,8 @@
 
 namespace bagua {
 
-// kLeft is kPeer of a rank that has shut down, which ends no exchange but its own; kJoined is kUsage
-// of what a rank that has joined takes no part in.
+// kLeft is kPeer of a rank that has shut down, which ends no exchange but its own;
+// kJoined is kUsage of what a rank that has joined takes no part in.
 enum class ErrorKind : uint8_t { kUsage, kPeer, kInternal, kLeft, kJoined };
 
 class Error : public std::runtime_error {
