@@ -99,7 +99,7 @@ def measure(collective: str, sizes: list[int]) -> dict[str, Figure]:
         verify(allreduce_, tensor, comm.rank, comm.size)
         times = []
         before = Link.now()
-        rounds = 40 if nbytes <= 64 << 10 else 5
+        rounds = 40 if nbytes <= 64 << 10 else 15
         for number in range(rounds + 2):
             comm.Barrier()
             if number == 2:

@@ -30,6 +30,8 @@ def checked_names(
         )
     if named_parameters is None:
         return Names({param: f"parameter.{i}" for i, param in enumerate(params)})
+    if isinstance(named_parameters, torch.nn.Module):
+        raise UsageError("named_parameters should be model.named_parameters(), not the model")
     names = Names()
     taken: dict[str, torch.Tensor] = {}
     for item in named_parameters:

@@ -1,7 +1,9 @@
 #include "codec/codec.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <sstream>
 
 #include "codec/bf16.h"
@@ -19,6 +21,12 @@
 
 namespace bagua {
 namespace {
+
+// What goes past the caches is made in them, so many values at a time: a multiple of every block
+// but those of sparse codecs.
+constexpr int64_t kPastTile = Sign1::kBlock;
+// Encoding with a slower one takes so long that writing the wire does not count.
+constexpr Isa kFastest = static_cast<Isa>(kIsaCount - 1);
 
 // A block format, compiled for every instruction set.
 template <class C>
@@ -56,8 +64,22 @@ struct Blocks {
     return all[static_cast<int>(isa)];
   }
 #undef BAGUA_ENTRY
-  static void encode(const Coding&, const float* in, int64_t count, char* wire, Isa isa) {
-    loops(isa).encode(in, count, wire);
+  static void encode(const Coding& coding, const float* in, int64_t count, char* wire, Isa isa) {
+    const auto encode_some = loops(isa).encode;
+    const bool large = static_cast<size_t>(wire_nbytes(coding, count)) >= kStreamNbytes;
+    if (!large || isa != kFastest) return encode_some(in, count, wire);
+    char made[kLineNbytes + kPastTile / C::kBlock * block_nbytes<C>(C::kBlock)];
+    size_t held = 0;  // bytes of a line of which more comes: lines that are written twice take long
+    for (int64_t at = 0; at < count; at += kPastTile) {
+      const int64_t n = std::min(kPastTile, count - at);
+      encode_some(in + at, n, made + held);
+      const size_t all = held + static_cast<size_t>(wire_nbytes(coding, n));
+      held = at + n < count ? reinterpret_cast<uintptr_t>(wire + all) % kLineNbytes : 0;
+      stream_copy(wire, made, all - held, isa);
+      memcpy(made, made + all - held, held);
+      wire += all - held;
+    }
+    stream_fence();
   }
   static void encode_rest(const Coding&, const float* in, float* rest, int64_t count, char* wire,
                           Isa isa) {
@@ -186,12 +208,12 @@ void Coding::decode(const char* wire, int64_t count, float* out, Isa isa) const 
 }
 
 void Coding::decode_past(const char* wire, int64_t count, float* out, Isa isa) const {
-  constexpr int64_t tile = Sign1::kBlock;  // a multiple of every other block
-  alignas(kLineNbytes) float said[tile];
-  if (codec->sparse || wire_nbytes(tile) == sizeof said)  // clears and adds little; is a memcpy
+  alignas(kLineNbytes) float said[kPastTile];
+  if (codec->sparse ||
+      wire_nbytes(kPastTile) == sizeof said)  // clears and adds little; is a memcpy
     return codec->decode(*this, wire, count, out, isa);
-  for (int64_t at = 0; at < count; at += tile) {
-    const int64_t n = std::min(tile, count - at);
+  for (int64_t at = 0; at < count; at += kPastTile) {
+    const int64_t n = std::min(kPastTile, count - at);
     codec->decode(*this, wire, n, said, isa);
     stream_copy(out + at, said, static_cast<size_t>(n) * sizeof(float), isa);
     wire += wire_nbytes(n);

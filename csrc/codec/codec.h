@@ -21,7 +21,8 @@ struct Coding {
 
   int64_t block() const;
   int64_t wire_nbytes(int64_t count) const;
-  // No memory needs alignment beyond a float's, and wires none.
+  // No memory needs alignment beyond a float's, and wires none. Large wires are written past the
+  // caches, see stream_copy.
   void encode(const float* in, int64_t count, char* wire, Isa isa = best_isa()) const;
   void decode(const char* wire, int64_t count, float* out, Isa isa = best_isa()) const;
   // The same past the caches (see stream_copy), as decode does by itself from 8 MB on: for a piece

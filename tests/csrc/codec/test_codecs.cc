@@ -13,6 +13,7 @@
 #include "codec/codec.h"
 #include "common/errors.h"
 #include "common/scaled.h"
+#include "kernel/stream.h"
 
 namespace bagua {
 namespace {
@@ -168,6 +169,29 @@ TEST(Codecs, PastTheCachesItSaysTheSame) {
       ASSERT_EQ(bits(decoded(coding, wire, count, isa)), bits(said)) << count;
     }
   });
+}
+
+TEST(Codecs, ALargeWireIsWrittenOnceAndWhole) {
+  const int64_t count = scaled(16 << 20) + 4097;
+  const Numbers in = normal(count, 1);
+  for (const char* name : {"minmax_u8", "minmax_u4", "fp8_e4m3"}) {
+    const Coding coding = parse_coding(name);
+    ASSERT_GE(static_cast<size_t>(coding.wire_nbytes(count)), kStreamNbytes) << name;
+    std::vector<char> pieces;
+    for (int64_t at = 0; at < count; at += 1 << 16) {
+      const auto begin = in.begin() + at;
+      const std::vector<char> piece = encoded(
+          coding, Numbers(begin, begin + std::min<int64_t>(1 << 16, count - at)), best_isa());
+      pieces.insert(pieces.end(), piece.begin(), piece.end());
+    }
+    for (const int64_t misplaced : {0, 1, 63}) {
+      Guarded<char> wire(static_cast<int64_t>(pieces.size()) + misplaced);
+      coding.encode(in.data(), count, wire.data() + misplaced);
+      const std::vector<char> all = wire.copy();
+      EXPECT_TRUE(std::equal(pieces.begin(), pieces.end(), all.begin() + misplaced)) << name;
+      EXPECT_TRUE(wire.intact()) << name;
+    }
+  }
 }
 
 // A bucket is cut for its receivers at multiples of a block, so the pieces must be the whole.
