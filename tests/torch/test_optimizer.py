@@ -1040,6 +1040,8 @@ def test_bad_names(hvd):
     sgd = torch.optim.SGD(params, lr=0.1)
     with pytest.raises(ValueError, match="lacks 3 of the optimizer's 4"):
         hvd.DistributedOptimizer(sgd, [("only", params[0])])
+    with pytest.raises(ValueError, match=r"model\.named_parameters\(\), not the model"):
+        hvd.DistributedOptimizer(sgd, model)
     with pytest.raises(ValueError, match="two parameters named 'same'"):
         hvd.DistributedOptimizer(sgd, [("same", p) for p in params])
     with pytest.raises(ValueError, match=r"\(name, parameter\) pairs"):
