@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from bagua.common.arrays import Arrays
@@ -22,6 +22,17 @@ def refuse_quietly(kind: Kind, name: str, process_set: ProcessSet, problem: str)
     """The ranks that make this call hear why this one does not. It neither waits nor raises."""
     with contextlib.suppress(BaguaError):  # the refusal itself; or the engine has ended
         core.refuse(world().engine, kind, name, process_set._id(), problem)
+
+
+@contextlib.contextmanager
+def counted(earlier: int, failures: int) -> Iterator[None]:
+    """What is asked for meanwhile meets only what was asked for as often in the other ranks' step,
+    after as many backward passes that had failed; else it is an error."""
+    core.count_steps(earlier, failures)
+    try:
+        yield
+    finally:
+        core.count_steps(0, 0)
 
 
 class Requests:

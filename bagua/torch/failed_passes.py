@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 
 # What a rank that refuses one optimizer's gradients says of another's comes as soon.
 _HEARD_S = 1.0
-# By process set, the last one, as autograd counts passes.
-_last: dict[int, int | None] = {}
+# By process set, the last one, as autograd counts passes: from 0 on.
+_last: dict[int, int] = {}
 
 
 def count(task: int | None, process_set: int, everybody: Iterable[Gradients]) -> None:
     """A pass once, for all optimizers of these ranks; an exchange may also fail without a pass."""
-    if task is not None and _last.get(process_set) == task:
-        return
-    _last[process_set] = task
+    if task is not None:
+        if task <= _last.get(process_set, -1):  # an optimizer may notice late
+            return
+        _last[process_set] = task
     for gradients in everybody:
         if gradients.standing.order[0] == process_set:
             gradients.failures += 1

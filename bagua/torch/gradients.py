@@ -86,7 +86,7 @@ class Gradients(Driver):
         self._watch = None
         if looks_at_all():
             self._watch = NonFinite(process_set, standing.name("finite"))
-        loose = Loose(self._plan, compression)
+        self._loose = loose = Loose(self._plan, compression)
         self.layout = Layout(
             optimizer,
             names,
@@ -257,11 +257,9 @@ class Gradients(Driver):
 
     def _count_exchanges(self) -> None:
         """Else one that a rank makes once more in a step would meet the others' next step."""
+        self._loose.counts = self._exchanges, self.failures
         for bucket in self.layout.buckets:
-            if bucket.arena.earlier != self._exchanges:
-                bucket.arena.earlier = self._exchanges
-            if bucket.arena.failures != self.failures:
-                bucket.arena.failures = self.failures
+            bucket.count(self._exchanges, self.failures)
 
     def _look_for_zeroing(self, fresh: torch.Tensor) -> None:
         """Notices a zero_grad of somebody else's, as of the model or of an optimizer unknown to us.
@@ -318,7 +316,7 @@ class Gradients(Driver):
             self._reset()
         self._exchanged = True
         earlier = [bucket.arena.earlier for bucket in self.layout.buckets]
-        self._exchanges = 1 + max(earlier, default=0)
+        self._exchanges = 1 + max(earlier, default=self._exchanges)
         self._unshared = False
         self._folded = self._versions() if self._plan.fold else None
         skipped = "the step is skipped on all ranks"

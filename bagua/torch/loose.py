@@ -12,7 +12,7 @@ import torch
 
 from bagua.common.errors import BaguaError
 from bagua.common.kinds import Kind, ReduceOp
-from bagua.common.requests import refuse_quietly
+from bagua.common.requests import counted, refuse_quietly
 from bagua.torch import ops
 from bagua.torch.bucket_plan import Plan, info_alone
 from bagua.torch.buckets import Watch
@@ -32,6 +32,8 @@ class Loose:
         self._ops: dict[Slot, ReduceOp] = {}  # of the algorithm there is
         self._flying: list[tuple[Slot, Any, Any]] = []
         self._asked = 0  # how many have been started or refused
+        # Exchanges in this step before, and passes that have failed so far.
+        self.counts = (0, 0)
 
     def add(self, slot: Slot) -> None:
         self._slots[slot.param] = slot
@@ -63,22 +65,24 @@ class Loose:
                 dense = torch.zeros_like(slot.param) if grad is None else grad.detach()
                 wire, context = self._compression.compress(dense)
                 self._asked += 1
-                handle = ops.allreduce_async(
-                    wire,
-                    name=name,
-                    op=op,
-                    prescale_factor=self._plan.scales[0],
-                    postscale_factor=self._plan.scales[1],
-                    process_set=self._plan.process_set,
-                )
+                with counted(*self.counts):
+                    handle = ops.allreduce_async(
+                        wire,
+                        name=name,
+                        op=op,
+                        prescale_factor=self._plan.scales[0],
+                        postscale_factor=self._plan.scales[1],
+                        process_set=self._plan.process_set,
+                    )
                 self._flying.append((slot, handle, context))
                 continue
             if grad is None or not grad.is_sparse:
                 grad = _as_sparse(slot.param, grad)
             self._asked += 1
-            handle = ops.sparse_allreduce_async(
-                grad, name=name, op=op, process_set=self._plan.process_set
-            )
+            with counted(*self.counts):
+                handle = ops.sparse_allreduce_async(
+                    grad, name=name, op=op, process_set=self._plan.process_set
+                )
             self._flying.append((slot, handle, None))
 
     def plan_anew(self) -> None:
@@ -131,4 +135,4 @@ def _as_sparse(param: torch.Tensor, grad: Any) -> torch.Tensor:
         return grad.detach().to_sparse(1)
     indices = torch.empty((1, 0), dtype=torch.int64, device=param.device)
     values = torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device)
-    return torch.sparse_coo_tensor(indices, values, tuple(param.shape))
+    return torch.sparse_coo_tensor(indices, values, tuple(param.shape), check_invariants=False)

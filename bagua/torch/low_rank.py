@@ -70,6 +70,11 @@ class LowRankBucket(Bucket):
         drawn = torch.empty(factor.shape, dtype=torch.float32, device="cpu")
         return drawn.normal_(generator=generator).to(factor.device)
 
+    def count(self, earlier: int, failures: int) -> None:
+        super().count(earlier, failures)
+        for piece in (self._tall, self._wide):
+            piece.count(earlier, failures)
+
     @torch.no_grad()
     def start(self, urgency: Urgency) -> None:
         for slot, whole, tall in zip(self.slots, self._wholes, self._tall.views):

@@ -64,7 +64,8 @@ class Outer(BetweenSteps):
         if self._launched:
             self._step_together()
         for piece, common, begin in zip(self._pieces, self._common, self._begins):
-            begin.copy_(common)
+            if begin is not common:
+                begin.copy_(piece.held(common))
             piece.set_weights(piece.views_of(common))
 
     @torch.no_grad()
@@ -87,6 +88,7 @@ class Outer(BetweenSteps):
             piece.flat.copy_(begin)
             if launched:
                 torch.sub(common, begin, out=begin)
+                begin.copy_(piece.held(begin))
                 piece.set_weights(piece.views_of(begin))
             else:
                 piece.copy_weights(piece.views_of(begin))
@@ -95,7 +97,7 @@ class Outer(BetweenSteps):
     def _step_now(self) -> None:
         for piece, begin in zip(self._pieces, self._begins):
             piece.copy_weights()
-            torch.sub(begin, piece.flat, out=piece.flat)
+            torch.sub(piece.held(begin), piece.flat, out=piece.flat)
             piece.launch(Urgency.WAITED if piece is self._pieces[-1] else Urgency.NOW)
         self._step_together()
         for piece, common in zip(self._pieces, self._common):

@@ -15,7 +15,7 @@ from bagua.common.core import core
 from bagua.common.errors import UsageError
 from bagua.common.kinds import Urgency
 from bagua.common.process_set import ProcessSet
-from bagua.torch.arrays import arena_of, is_at_rest, is_on_device, wait_for_last
+from bagua.torch.arrays import arena_of, count, is_at_rest, is_on_device, wait_for_last
 from bagua.torch.slot import in_memory_like, view_like
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -78,6 +78,16 @@ class Piece:
     def copy_weights(self, to: Sequence[torch.Tensor] | None = None) -> None:
         torch._foreach_copy_(list(self.views if to is None else to), self.params)
 
+    def held(self, flat: torch.Tensor) -> torch.Tensor:
+        """Memory like the arena's with what parameters hold when they are set to its values: those
+        of 16 bits round them."""
+        if all(param.dtype == flat.dtype for param in self.params):
+            return flat
+        held = flat.clone()
+        for view, param in zip(self.views_of(held), self.params):
+            view.copy_(view.to(param.dtype))
+        return held
+
     def set_weights(self, values: Sequence[torch.Tensor]) -> None:
         torch._foreach_copy_(self.params, list(values))
 
@@ -92,6 +102,7 @@ class Piece:
                 self._copied.append((param, view))
         _copy([(view, param) for param, view in self._copied])
         core.note_written([param for _, param, _ in lent])  # which share the parameters' versions
+        core.tell_written()  # now, or who compares versions would take it for somebody else's
         self.launch(urgency, lent)
 
     def take_weights(self) -> None:
@@ -140,6 +151,9 @@ class Piece:
 
     def refuse(self, problem: str) -> None:
         self._arena.refuse(problem)
+
+    def count(self, earlier: int, failures: int) -> None:
+        count(self._arena, earlier, failures)
 
 
 def _copy(pairs: Pairs) -> None:

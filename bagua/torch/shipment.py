@@ -40,8 +40,9 @@ class Shipment:
     def launch(self, bucket: Bucket) -> None:
         """All of it is there, and backward goes on.
 
-        The last one waits for its end, which is near: a pass that raises until then leaves it to be
-        refused, and the other ranks, which cannot go on without, do not step.
+        The last one waits for its end, which is near if there is no other optimizer: a pass that
+        raises until then leaves it to be refused, and the other ranks, which cannot go on without,
+        do not step.
         """
         self._launched += 1
         if self._launched < len(self._layout.buckets):

@@ -7,8 +7,8 @@
 // segment by segment.
 //
 // Sums of 16-bit floats are formed as fp32. They travel in 16 bits, through a codec: a node's sum
-// is rounded once and everyone's once. As fp32 travel short ones, those by a row that the user has
-// named, and float16 that is to be scaled, of which too little or too much may be left before.
+// is rounded once and everyone's once. As fp32 travel those by a row that the user has named, and
+// float16 that is to be scaled, of which too little or too much may be left before.
 #include <algorithm>
 #include <vector>
 

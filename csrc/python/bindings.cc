@@ -180,6 +180,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("device_identity", device_identity);
   m.def("nccl_found", nccl_found);
   m.def("nccl_memory", memory_of_nccl);
+  m.def("tell_written", tell_written);
   m.def("note_written", [](const py::object& tensors) { note_written(tensors.ptr()); });
   m.def("pretend", pretend);
   m.def("mpi_compiled", mpi_compiled);

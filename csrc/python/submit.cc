@@ -14,6 +14,12 @@
 namespace bagua {
 namespace {
 
+// What this thread's requests say of the step that they belong to.
+struct StepCounts {
+  int32_t earlier = 0, failures = 0;
+};
+thread_local StepCounts step_counts;
+
 void add_tensor(Request& request, DType dtype, const int64_t* shape, size_t ndim, Part part) {
   Description& d = request.description;
   request.parts.push_back(part);
@@ -133,6 +139,8 @@ PyObject* submit(PyObject*, PyObject* const* args, Py_ssize_t count) {
     d.kind = static_cast<OpKind>(as_int(args[1]));
     request->name = as_string(args[2]);
     d.op = static_cast<ReduceOp>(as_int(args[4]));
+    d.earlier = step_counts.earlier;
+    d.failures = step_counts.failures;
     request->set = as_number(args[8], "process set");
     choose(*request, "root_rank", [&] { d.root = as_number(args[5], "root"); });
     read_scales(*request, args[6], args[7]);
@@ -153,6 +161,15 @@ PyObject* submit(PyObject*, PyObject* const* args, Py_ssize_t count) {
   });
 }
 
+// count_steps(earlier, failures)
+PyObject* count_steps(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    if (count != 2) throw py::type_error("count_steps takes 2 arguments");
+    step_counts = {static_cast<int32_t>(as_int(args[0])), static_cast<int32_t>(as_int(args[1]))};
+    return new_ref(Py_None);
+  });
+}
+
 // The address of an object's buffer: what array.ctypes.data tells, ten times as fast.
 PyObject* address(PyObject*, PyObject* object) {
   Py_buffer view;
@@ -164,6 +181,9 @@ PyObject* address(PyObject*, PyObject* object) {
 
 PyMethodDef methods[] = {
     {"submit", as_method(submit), METH_FASTCALL, kSubmitDoc},
+    {"count_steps", as_method(count_steps), METH_FASTCALL,
+     "What this thread submits says from now on, as buckets do: exchanges in this step before, and "
+     "backward passes that had failed."},
     {"address", address, METH_O, "The address of a contiguous buffer."},
     {nullptr, nullptr, 0, nullptr},
 };

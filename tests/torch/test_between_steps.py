@@ -427,6 +427,23 @@ def test_rounds(everyone, hvd, algorithm, inner, piece_nbytes, monkeypatch):
     assert optimizer.consensus_distance() < 1e-12
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("when", ["step", "forward"])
+def test_what_weights_of_16_bits_cannot_hold_is_learned_all_the_same(everyone, hvd, when, dtype):
+    """By the least that they can hold one rank learns in each round; a part of it is common."""
+    param = nn.Parameter(torch.ones(40, dtype=dtype))
+    algorithm = DiLoCo(every=1, when=when, outer_lr=0.7, outer_momentum=0.0)
+    sgd = torch.optim.SGD([param], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd, [("w", param)], algorithm=algorithm)
+    least = torch.finfo(dtype).eps
+    for _ in range(40):
+        param.grad = torch.full_like(param, 0.0 if everyone.me else -least)
+        optimizer.step()
+    optimizer.settle()
+    learned = torch.tensor(1 + 0.7 * 40 * least / everyone.size).to(dtype)
+    torch.testing.assert_close(param.detach(), learned.expand(40), rtol=0, atol=2 * least)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_what_is_learned_while_an_average_travels_is_kept(everyone, hvd, dtype):
     param = nn.Parameter(torch.zeros(300, 5, dtype=dtype))

@@ -148,22 +148,35 @@ def assert_same_everywhere(hvd, params) -> None:
     for theirs in hvd.allgather_object([(p.detach(), p.grad) for p in params]):
         for param, (values, grad) in zip(params, theirs):
             assert torch.equal(param, values)
-            assert torch.equal(param.grad, grad)
+            assert torch.equal(param.grad.to_dense(), grad.to_dense())
 
 
 @pytest.mark.ranks(2, 3)
-def test_who_raises_between_two_optimizers(everyone, hvd):
+@pytest.mark.parametrize("exchange", [*EXCHANGES, "sparse", "alone"])
+def test_who_raises_between_two_optimizers(everyone, hvd, exchange):
     """It has not come to the second, whose gradients the others have sent."""
+
+    class Own(hvd.Compressor):
+        compress = staticmethod(lambda tensor: (tensor, None))
+        decompress = staticmethod(lambda tensor, _: tensor)
+
     torch.manual_seed(0)
-    models = [nn.Linear(8, 8), nn.Linear(8, 1)]
+    models = [nn.Embedding(8, 8, sparse=exchange == "sparse"), nn.Linear(8, 1)]
     sgds = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    optimizers = [hvd.DistributedOptimizer(sgd) for sgd in sgds]
+
+    def wrapped():
+        how = {"algorithm": EXCHANGES.get(exchange, GradientAllreduce)()}
+        how |= {"compression": Own} if exchange == "alone" else {}
+        below = hvd.DistributedOptimizer(sgds[0], [("words", models[0].weight)], **how)
+        return [below, hvd.DistributedOptimizer(sgds[1])]
+
+    optimizers = wrapped()
     torch.manual_seed(everyone.me)
 
     def step(fails: bool = False) -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
-        hidden = models[0](torch.randn(4, 8))
+        hidden = models[0](torch.randint(8, (4,)))
         hidden = Fails.apply(hidden) if fails else hidden
         models[1](hidden.tanh()).square().mean().backward()
         for optimizer in optimizers:
@@ -176,7 +189,7 @@ def test_who_raises_between_two_optimizers(everyone, hvd):
     with pytest.raises(hvd.BaguaError, match=r"gave up in the middle|passes that had failed"):
         step()
     hvd.barrier()
-    optimizers = [hvd.DistributedOptimizer(sgd) for sgd in sgds]
+    optimizers = wrapped()
     for model in models:
         hvd.broadcast_parameters(model.state_dict(), 0)
     step()
@@ -213,6 +226,26 @@ def test_who_raises_below_two_optimizers(everyone, hvd, exchange):
             optimizer.step()
     for model in models:
         assert_same_everywhere(hvd, list(model.parameters()))
+
+
+@pytest.mark.ranks(2, 3)
+def test_two_passes_that_fail_before_the_next_step_are_two(everyone, hvd):
+    """Of an optimizer each. The first notices once more when its next one begins."""
+    params = [nn.Parameter(torch.ones(10)) for _ in range(2)]
+    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.1)) for param in params]
+    for number in range(5):
+        fails = number in (1, 3)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for param in params:
+            below = torch.ones(1, requires_grad=True)
+            below = Fails.apply(below) if fails and everyone.me == 0 else below
+            error = ArithmeticError if everyone.me == 0 else hvd.UsageError
+            with pytest.raises(error) if fails else contextlib.nullcontext():
+                (param.mean() * (everyone.me + 1) * below).backward()
+        for optimizer in [] if fails else optimizers:
+            optimizer.step()
+    assert_same_everywhere(hvd, params)
 
 
 @pytest.mark.ranks(2)

@@ -97,6 +97,25 @@ def test_is_not_summed_again(everyone, hvd, words):
     assert (words.weight.grad.to_dense()[3] == everyone.size).all()
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("more", [1, 2])
+def test_a_pass_too_many_meets_no_other_step(everyone, hvd, words, more):
+    words, compression = words
+    sgd = torch.optim.SGD(words.parameters(), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd, compression=compression)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        for _ in range(1 + more if number == 1 and everyone.me == 0 else 1):
+            words(torch.tensor([3 + everyone.me])).sum().backward()
+        optimizer.step()
+
+    step(0)
+    with pytest.raises(hvd.BaguaError, match=r"earlier exchanges in this step|gave up"):
+        for number in range(1, 3):
+            step(number)
+
+
 BY_BYTES = ByteGrad(hierarchical=False)
 WITH_ERRORS = ByteGrad(hierarchical=False, error_feedback=True)
 
