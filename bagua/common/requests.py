@@ -286,6 +286,12 @@ def reduce_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceO
     if average is not None:
         if op is not None:
             raise UsageError("give either op or average (deprecated), not both")
+        if isinstance(average, (str, ReduceOp)):  # as the second argument of many a call
+            is_name = isinstance(average, str)
+            meant = f"name={average!r}" if is_name else f"op={average.name}"
+            raise UsageError(
+                f"the second argument is the older average=True or False; write {meant}"
+            )
         warn("average= is deprecated; use op=Average or op=Sum", FutureWarning)
         return ReduceOp.Average if average else ReduceOp.Sum
     if type(op) is ReduceOp:

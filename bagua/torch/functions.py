@@ -92,6 +92,9 @@ def broadcast_optimizer_state(
     each rank's own and stays, unless a rank has loaded some that does not fit that of the others.
     `model` is there for Horovod's sake and not needed.
     """
+    if not hasattr(optimizer, "param_groups"):
+        what = type(optimizer).__name__
+        raise UsageError(f"broadcast_optimizer_state takes the optimizer, not a {what}")
     if isinstance(optimizer, DistributedOptimizer):
         # What an algorithm keeps is each rank's own; how far it has come is not.
         progress = broadcast_object(optimizer.progress, root_rank, process_set=process_set)

@@ -83,6 +83,8 @@ def test_parameters_of_the_wrong_form(hvd):
     with pytest.raises(hvd.UsageError, match=r"takes model\.state_dict\(\), not None"):
         hvd.broadcast_parameters(None, 0)
     hvd.broadcast_parameters({}, 0)
+    with pytest.raises(hvd.UsageError, match="takes the optimizer, not a dict"):
+        hvd.broadcast_optimizer_state({}, 0)
 
 
 @pytest.mark.parametrize("form", ["dict", "list"])

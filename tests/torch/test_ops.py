@@ -143,6 +143,10 @@ def test_average_keyword(everyone, hvd):
     check(hvd.allreduce(mine), everyone.reduced(tensors, hvd.Average))
     with pytest.raises(ValueError, match="either op or average"):
         hvd.allreduce(mine, average=True, op=hvd.Sum)
+    with pytest.raises(ValueError, match="write op=Sum"):
+        hvd.allreduce(mine, hvd.Sum)
+    with pytest.raises(ValueError, match="write name='loss'"):
+        hvd.allreduce_async(mine, "loss")
 
 
 def layouts(base):
