@@ -83,14 +83,6 @@ def tensor_over(memory: Any, dtype: torch.dtype, begin: int = 0, count: int = -1
     return torch.frombuffer(memory, dtype=dtype, offset=begin * dtype.itemsize, count=count)
 
 
-def count(bucket: Any, earlier: int, failures: int) -> None:
-    """Has the next request of an engine's bucket say so; see requests.counted."""
-    if bucket.earlier != earlier:
-        bucket.earlier = earlier
-    if bucket.failures != failures:
-        bucket.failures = failures
-
-
 def is_at_rest(bucket: Any) -> bool:
     last = bucket.last_launch()
     return last is None or bool(last.poll())

@@ -13,7 +13,7 @@ from bagua.common.core import core
 from bagua.common.errors import UsageError
 from bagua.common.kinds import ReduceOp, Urgency
 from bagua.common.process_set import ProcessSet
-from bagua.torch.arrays import arena_of, count, is_at_rest, is_on_device, tensor_over, wait_for_last
+from bagua.torch.arrays import arena_of, is_at_rest, is_on_device, tensor_over, wait_for_last
 from bagua.torch.claims import claims
 from bagua.torch.slot import Slot, in_memory_like, view_like
 
@@ -119,9 +119,9 @@ class Bucket:
             return self._flat[begin : begin + count].data  # nothing moves it
         return tensor_over(self.arena, self._flat.dtype, begin, count)
 
-    def count(self, earlier: int, failures: int) -> None:
+    def count_steps(self, earlier: int, failures: int) -> None:
         """How often it has been exchanged in this step, and how many passes have failed so far."""
-        count(self.arena, earlier, failures)
+        self.arena.count_steps(earlier, failures)
 
     def launch(self, urgency: Urgency = Urgency.NOW) -> None:
         """Starts the exchange; the arena must not be touched until `deliver`."""
@@ -243,7 +243,7 @@ class Bucket:
         if self.handle is not None and self.stale:
             self._wait()
             firsts = self._away
-            self.count(self.arena.earlier + 1, self.arena.failures)
+            self.count_steps(self.arena.earlier + 1, self.arena.failures)
             self.launch()
         if self.handle is None:
             return

@@ -259,7 +259,7 @@ class Gradients(Driver):
         """Else one that a rank makes once more in a step would meet the others' next step."""
         self._loose.counts = self._exchanges, self.failures
         for bucket in self.layout.buckets:
-            bucket.count(self._exchanges, self.failures)
+            bucket.count_steps(self._exchanges, self.failures)
 
     def _look_for_zeroing(self, fresh: torch.Tensor) -> None:
         """Notices a zero_grad of somebody else's, as of the model or of an optimizer unknown to us.

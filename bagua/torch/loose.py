@@ -6,6 +6,7 @@ Each travels by itself, under its parameter's name.
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,30 +61,22 @@ class Loose:
         for slot in self._slots.values():
             op = self._op_of(slot)
             grad = slot.dense_gradient()
-            name = self._name_of(slot)
+            start: Any = ops.sparse_allreduce_async
+            context = None
             if self.wants_all:
                 dense = torch.zeros_like(slot.param) if grad is None else grad.detach()
                 wire, context = self._compression.compress(dense)
-                self._asked += 1
-                with counted(*self.counts):
-                    handle = ops.allreduce_async(
-                        wire,
-                        name=name,
-                        op=op,
-                        prescale_factor=self._plan.scales[0],
-                        postscale_factor=self._plan.scales[1],
-                        process_set=self._plan.process_set,
-                    )
-                self._flying.append((slot, handle, context))
-                continue
-            if grad is None or not grad.is_sparse:
-                grad = _as_sparse(slot.param, grad)
+                before, after = self._plan.scales
+                start = partial(ops.allreduce_async, prescale_factor=before, postscale_factor=after)
+            else:
+                is_sparse = grad is not None and grad.is_sparse
+                wire = grad if is_sparse else _as_sparse(slot.param, grad)
             self._asked += 1
             with counted(*self.counts):
-                handle = ops.sparse_allreduce_async(
-                    grad, name=name, op=op, process_set=self._plan.process_set
+                handle = start(
+                    wire, name=self._name_of(slot), op=op, process_set=self._plan.process_set
                 )
-            self._flying.append((slot, handle, None))
+            self._flying.append((slot, handle, context))
 
     def plan_anew(self) -> None:
         """Buckets are laid out anew: algorithms may be others."""

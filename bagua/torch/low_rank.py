@@ -70,10 +70,10 @@ class LowRankBucket(Bucket):
         drawn = torch.empty(factor.shape, dtype=torch.float32, device="cpu")
         return drawn.normal_(generator=generator).to(factor.device)
 
-    def count(self, earlier: int, failures: int) -> None:
-        super().count(earlier, failures)
+    def count_steps(self, earlier: int, failures: int) -> None:
+        super().count_steps(earlier, failures)
         for piece in (self._tall, self._wide):
-            piece.count(earlier, failures)
+            piece.count_steps(earlier, failures)
 
     @torch.no_grad()
     def start(self, urgency: Urgency) -> None:

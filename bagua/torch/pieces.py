@@ -15,7 +15,7 @@ from bagua.common.core import core
 from bagua.common.errors import UsageError
 from bagua.common.kinds import Urgency
 from bagua.common.process_set import ProcessSet
-from bagua.torch.arrays import arena_of, count, is_at_rest, is_on_device, wait_for_last
+from bagua.torch.arrays import arena_of, is_at_rest, is_on_device, wait_for_last
 from bagua.torch.slot import in_memory_like, view_like
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -152,8 +152,8 @@ class Piece:
     def refuse(self, problem: str) -> None:
         self._arena.refuse(problem)
 
-    def count(self, earlier: int, failures: int) -> None:
-        count(self._arena, earlier, failures)
+    def count_steps(self, earlier: int, failures: int) -> None:
+        self._arena.count_steps(earlier, failures)
 
 
 def _copy(pairs: Pairs) -> None:

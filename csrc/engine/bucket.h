@@ -81,11 +81,13 @@ class Bucket {
   // The last launch and their number, which who was interrupted may not know.
   HandlePtr last_launch() const { return last_; }
   int64_t launch_count() const { return launch_count_; }
-  // Of this step. A later exchange never meets the first one of another rank's next step: that is
-  // an error on both.
-  void set_earlier(int32_t count) { description_.earlier = count; }
+  // Exchanges before in this step, and backward passes that have failed so far. A later exchange
+  // never meets the first one of another rank's next step: that is an error on both.
+  void count_steps(int32_t earlier, int32_t failures) {
+    description_.earlier = earlier;
+    description_.failures = failures;
+  }
   int32_t earlier() const { return description_.earlier; }
-  void set_failures(int32_t count) { description_.failures = count; }
   int32_t failures() const { return description_.failures; }
   // Bytes that were read and written to bring values into the arena.
   void touch(int64_t nbytes) { engine_->touch(nbytes); }

@@ -294,8 +294,9 @@ PYBIND11_MODULE(_core, m) {
                  make_handle(b.engine(), std::move(handle), Py_None));
            })
       .def_property_readonly("launch_count", &Bucket::launch_count)
-      .def_property("earlier", &Bucket::earlier, &Bucket::set_earlier)
-      .def_property("failures", &Bucket::failures, &Bucket::set_failures)
+      .def("count_steps", &Bucket::count_steps)
+      .def_property_readonly("earlier", &Bucket::earlier)
+      .def_property_readonly("failures", &Bucket::failures)
       .def("count_anew", &Bucket::count_anew)
       .def("count_quietly", &Bucket::count_quietly)
       .def_static("in_an_arena",
