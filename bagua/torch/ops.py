@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from bagua.common import joined
 from bagua.common.errors import UsageError
@@ -204,10 +205,13 @@ class TorchOperations(Operations):
 
 
 def _tracked(*tensors: Any) -> bool:
-    """Whether autograd must see the operation."""
-    return torch.is_grad_enabled() and any(
-        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
-    )
+    """Whether autograd must see the operation; in forward mode it then says that it cannot."""
+    tracked = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None for tensor in tracked
+    ):
+        return True
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tracked)
 
 
 class _Coded:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.testing import assert_close
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
@@ -129,6 +130,26 @@ def test_other_reductions_refuse_backward(everyone, hvd):
         y = hvd.allreduce(x, op=op)
         with pytest.raises(ValueError, match="has no gradient"):
             y.sum().backward()
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_tangent_is_not_lost(everyone, hvd, requires_grad):
+    rows = 2 * everyone.size
+    operations = [
+        hvd.allreduce,
+        hvd.allgather,
+        hvd.reducescatter,
+        hvd.alltoall,
+        lambda x: hvd.broadcast(x, 0),
+        lambda x: hvd.grouped_allreduce([x]),
+    ]
+    for operation in operations:
+        with forward_ad.dual_level():
+            x = torch.ones(rows, requires_grad=requires_grad)
+            dual = forward_ad.make_dual(x, torch.ones(rows))
+            with pytest.raises(NotImplementedError, match="forward mode"):
+                operation(dual)
+            operation(torch.ones(rows))  # has none
 
 
 def test_nothing_is_tracked_without_need(everyone, hvd):

@@ -24,8 +24,9 @@ from bagua.algorithms import (
     LocalSGD,
     LowPrecisionDecentralized,
 )
+from bagua.common.core import core
 from bagua.common.world import world
-from bagua.torch import outer
+from bagua.torch import mixing, outer
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -380,6 +381,34 @@ def test_autograd_knows_of_large_weights_that_moved_when_the_step_ends(everyone,
         assert model[1].weight._version > version
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("changes", [True, False])
+def test_who_changed_weights_that_travel(everyone, hvd, changes, monkeypatch):
+    """That large ones are lent, and torch is told that they were written, is no change."""
+    param = nn.Parameter(torch.ones(600, 600))
+    start = mixing.Mixing._start
+
+    def then(self, urgency):
+        start(self, urgency)
+        core.tell_written()  # as any wait of another thread does
+        if changes:
+            with torch.no_grad():
+                param.add_(1)
+
+    monkeypatch.setattr(mixing.Mixing, "_start", then)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([param], lr=0.1),
+        [("w", param)],
+        algorithm=LowPrecisionDecentralized(hierarchical=False),
+    )
+    param.grad = torch.zeros_like(param)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            optimizer.step()
+    assert any("while their average travelled" in str(w.message) for w in seen) == changes
 
 
 @pytest.mark.parametrize("inner", list(INNER))
