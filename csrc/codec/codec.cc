@@ -209,8 +209,8 @@ void Coding::decode(const char* wire, int64_t count, float* out, Isa isa) const 
 
 void Coding::decode_past(const char* wire, int64_t count, float* out, Isa isa) const {
   alignas(kLineNbytes) float said[kPastTile];
-  if (codec->sparse ||
-      wire_nbytes(kPastTile) == sizeof said)  // clears and adds little; is a memcpy
+  // One clears and adds little; the other is a memcpy.
+  if (codec->sparse || wire_nbytes(kPastTile) == sizeof said)
     return codec->decode(*this, wire, count, out, isa);
   for (int64_t at = 0; at < count; at += kPastTile) {
     const int64_t n = std::min(kPastTile, count - at);

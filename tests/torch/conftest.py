@@ -30,6 +30,17 @@ def dtypes(request):
     return each()
 
 
+@pytest.fixture
+def own_compression(hvd):
+    """A user's own, with which gradients travel alone; it changes nothing."""
+
+    class Own(hvd.Compressor):
+        compress = staticmethod(lambda tensor: (tensor, None))
+        decompress = staticmethod(lambda tensor, _: tensor)
+
+    return Own
+
+
 @pytest.fixture(params=[True, False], ids=["during backward", "after backward"])
 def overlap(request, monkeypatch, hvd):
     """When buckets leave, which otherwise depends on the machine."""

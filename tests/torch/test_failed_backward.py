@@ -153,20 +153,15 @@ def assert_same_everywhere(hvd, params) -> None:
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("exchange", [*EXCHANGES, "sparse", "alone"])
-def test_who_raises_between_two_optimizers(everyone, hvd, exchange):
+def test_who_raises_between_two_optimizers(everyone, hvd, exchange, own_compression):
     """It has not come to the second, whose gradients the others have sent."""
-
-    class Own(hvd.Compressor):
-        compress = staticmethod(lambda tensor: (tensor, None))
-        decompress = staticmethod(lambda tensor, _: tensor)
-
     torch.manual_seed(0)
     models = [nn.Embedding(8, 8, sparse=exchange == "sparse"), nn.Linear(8, 1)]
     sgds = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
 
     def wrapped():
         how = {"algorithm": EXCHANGES.get(exchange, GradientAllreduce)()}
-        how |= {"compression": Own} if exchange == "alone" else {}
+        how |= {"compression": own_compression} if exchange == "alone" else {}
         below = hvd.DistributedOptimizer(sgds[0], [("words", models[0].weight)], **how)
         return [below, hvd.DistributedOptimizer(sgds[1])]
 

@@ -53,15 +53,10 @@ class Trained:
 
 
 @pytest.fixture(params=["sparse", "compressor"])
-def words(request, hvd):
+def words(request, hvd, own_compression):
     """What travels alone, for either reason, and the compression that it takes."""
-
-    class Own(hvd.Compressor):
-        compress = staticmethod(lambda tensor: (tensor, None))
-        decompress = staticmethod(lambda tensor, _: tensor)
-
     sparse = request.param == "sparse"
-    return nn.Embedding(20, 8, sparse=sparse), hvd.Compression.none if sparse else Own
+    return nn.Embedding(20, 8, sparse=sparse), hvd.Compression.none if sparse else own_compression
 
 
 def test_takes_the_operation_of_its_own_algorithm(everyone, hvd, words):
