@@ -77,9 +77,14 @@ class Checkpointed:
         loaded, self._loaded = self._loaded, None
         if loaded is not None and any((loaded.get("lost") or loaded.get("values") or {}).values()):
             warn(
-                f"this checkpoint has what {loaded['identity']['algorithm']} had kept, which "
-                f"{self._plan.algorithm!r} has no use for: it is dropped"
+                f"this checkpoint has what {loaded['identity']['algorithm']} had kept, of which "
+                f"{self._plan.algorithm!r} keeps nothing {self._here}: it is dropped"
             )
+
+    @property
+    def _here(self) -> str:
+        size = self._plan.process_set.size()
+        return "where one rank trains alone" if size == 1 else f"on these {size} ranks"
 
     def _keeps_something(self) -> bool:
         """Codecs whose blocks span parameters give other bits where buckets are laid out anew."""

@@ -17,6 +17,7 @@ class Driver(abc.ABC):
     shares_gradients = False  # before a step, and nothing else travels
     drifts = False  # whether replicas differ after every step, by design
     alone = False  # whether each rank steps by itself
+    remembers = False  # whether an exchange of gradients depends on those before
     skips = False  # whether the wrapped optimizer must not step
     rounds = 0  # exchanges of weights so far
     resting = False  # nothing is begun in the background

@@ -21,7 +21,7 @@ from bagua.common.kinds import ReduceOp
 from bagua.common.objects import broadcast_object
 from bagua.common.warn import warn
 from bagua.common.world import world
-from bagua.torch import capture, failed_passes, hooks
+from bagua.torch import capture, failed_passes, hooks, lost, safety
 from bagua.torch.agreement import check_hyperparameters
 from bagua.torch.arrays import is_on_device
 from bagua.torch.bucket_plan import Plan, fold_of
@@ -109,6 +109,8 @@ class Gradients(Driver):
         self._exchanges = 0  # since then
         self.failures = 0  # of passes, so far
         self._unshared = False  # local gradients that no exchange has seen
+        self._left = False  # those of the last step may still be there
+        self._looked = False  # whether they are
         self._folded: list[int] | None = None  # versions of momentum that was exchanged
         self.refresh()
         self._checkpointed = Checkpointed(self._plan, self.layout)
@@ -121,6 +123,10 @@ class Gradients(Driver):
     @property
     def algorithm(self) -> Algorithm:  # type: ignore[override]
         return self._plan.algorithm
+
+    @property
+    def remembers(self) -> bool:  # type: ignore[override]
+        return lost.something(self.layout.buckets)
 
     def change(self, algorithm: Algorithm) -> None:
         """Goes on with another algorithm."""
@@ -233,6 +239,7 @@ class Gradients(Driver):
                 "and that are no plain averages; use backward_passes_per_step, no_sync() or "
                 "zero_grad()"
             )
+        self._look_for_those_of_the_last_step(param)
         if self._watch is not None:
             capture.refuse("check_finite has the host look at numbers; turn it off")
         if not self.layout.settled or self._checkpointed.due:
@@ -270,6 +277,21 @@ class Gradients(Driver):
         others = [param for param in self.layout.slots if param is not fresh]
         if others and all(param.grad is None for param in others):
             self.zeroed()
+
+    def _look_for_those_of_the_last_step(self, fresh: torch.Tensor) -> None:
+        """Refuses sums that nobody has zeroed: they would be summed again.
+
+        Looks once, since that waits for a device: a program does so in all its steps, or in none.
+        """
+        if not self._left or self._looked or not self.layout.sums_again():
+            return
+        self._looked = True
+        for name, param in self.named():
+            if param is not fresh and param.grad is not None and not safety.begins_with_zeros(param.grad):
+                raise UsageError(
+                    f"the gradient of {name} is still that of the last step, which ranks have "
+                    "exchanged and which is no plain average: call zero_grad() after step()"
+                )
 
     def bring_home(self) -> None:
         for bucket in self.layout.buckets if self._overlaps else ():
@@ -348,7 +370,7 @@ class Gradients(Driver):
     def zeroed(self) -> None:
         """There are no gradients any more, so there are none to exchange before a step."""
         self._folded = None
-        self._exchanged = self._unshared = False
+        self._exchanged = self._unshared = self._left = False
         self._exchanges = 0
         self.skips = False
         self._passes = 0
@@ -368,6 +390,7 @@ class Gradients(Driver):
         self._folded = None
         self._plan.step += 1
         self.skips = False
+        self._left = True
         self._exchanged = False
         self._exchanges = 0
         self._unshared = False

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bagua.torch.uncompiled import uncompiled
+
 if TYPE_CHECKING:
     from bagua.torch.gradients import Gradients
 
@@ -15,6 +17,7 @@ def on_gradient(gradients: Gradients) -> Any:
     """The hook of every parameter; refers to nothing, since torch sees no cycles through hooks."""
     reference = weakref.ref(gradients)
 
+    @uncompiled
     def decide(param: torch.Tensor) -> None:
         self = reference()
         if self is not None:
@@ -29,6 +32,7 @@ class End:
     def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
 
+    @uncompiled
     def __call__(self) -> None:
         self._gradients.end_backward()
 
@@ -37,6 +41,7 @@ def on_forgotten(gradients: Gradients) -> Any:
     """Called when an `End` has been forgotten."""
     reference = weakref.ref(gradients)
 
+    @uncompiled
     def call(_: Any) -> None:
         self = reference()
         if self is not None:

@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from bagua.common import handle as handles
 from bagua.common import joined
 from bagua.common.errors import UsageError
-from bagua.common.handle import Handle, poll, synchronize
+from bagua.common.handle import Handle
 from bagua.common.kinds import Kind, ReduceOp, Urgency
 from bagua.common.operations import Operations
 from bagua.common.process_set import ProcessSet, global_process_set
 from bagua.torch import autograd, sparse
 from bagua.torch.arrays import TorchArrays
 from bagua.torch.compression import CodecCompressor, Compression, checked
+from bagua.torch.uncompiled import uncompiled
 
 Tensors = Sequence[torch.Tensor]
 
@@ -248,31 +250,33 @@ def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
 
 _operations = TorchOperations(TorchArrays())
 
-allreduce = _operations.allreduce
-allreduce_ = _operations.allreduce_
-allreduce_async = _operations.allreduce_async
-allreduce_async_ = _operations.allreduce_async_
-grouped_allreduce = _operations.grouped_allreduce
-grouped_allreduce_ = _operations.grouped_allreduce_
-grouped_allreduce_async = _operations.grouped_allreduce_async
-grouped_allreduce_async_ = _operations.grouped_allreduce_async_
-sparse_allreduce_async = _operations.sparse_allreduce_async
-allgather = _operations.allgather
-allgather_async = _operations.allgather_async
-allgather_with_rows = _operations.allgather_with_rows
-grouped_allgather = _operations.grouped_allgather
-grouped_allgather_async = _operations.grouped_allgather_async
-broadcast = _operations.broadcast
-broadcast_ = _operations.broadcast_
-broadcast_async = _operations.broadcast_async
-broadcast_async_ = _operations.broadcast_async_
-grouped_broadcast_ = _operations.grouped_broadcast_
-alltoall = _operations.alltoall
-alltoall_async = _operations.alltoall_async
-reducescatter = _operations.reducescatter
-reducescatter_async = _operations.reducescatter_async
-grouped_reducescatter = _operations.grouped_reducescatter
-grouped_reducescatter_async = _operations.grouped_reducescatter_async
-refuse = _operations.refuse
+allreduce = uncompiled(_operations.allreduce)
+allreduce_ = uncompiled(_operations.allreduce_)
+allreduce_async = uncompiled(_operations.allreduce_async)
+allreduce_async_ = uncompiled(_operations.allreduce_async_)
+grouped_allreduce = uncompiled(_operations.grouped_allreduce)
+grouped_allreduce_ = uncompiled(_operations.grouped_allreduce_)
+grouped_allreduce_async = uncompiled(_operations.grouped_allreduce_async)
+grouped_allreduce_async_ = uncompiled(_operations.grouped_allreduce_async_)
+sparse_allreduce_async = uncompiled(_operations.sparse_allreduce_async)
+allgather = uncompiled(_operations.allgather)
+allgather_async = uncompiled(_operations.allgather_async)
+allgather_with_rows = uncompiled(_operations.allgather_with_rows)
+grouped_allgather = uncompiled(_operations.grouped_allgather)
+grouped_allgather_async = uncompiled(_operations.grouped_allgather_async)
+broadcast = uncompiled(_operations.broadcast)
+broadcast_ = uncompiled(_operations.broadcast_)
+broadcast_async = uncompiled(_operations.broadcast_async)
+broadcast_async_ = uncompiled(_operations.broadcast_async_)
+grouped_broadcast_ = uncompiled(_operations.grouped_broadcast_)
+alltoall = uncompiled(_operations.alltoall)
+alltoall_async = uncompiled(_operations.alltoall_async)
+reducescatter = uncompiled(_operations.reducescatter)
+reducescatter_async = uncompiled(_operations.reducescatter_async)
+grouped_reducescatter = uncompiled(_operations.grouped_reducescatter)
+grouped_reducescatter_async = uncompiled(_operations.grouped_reducescatter_async)
+refuse = uncompiled(_operations.refuse)
+poll = uncompiled(handles.poll)
+synchronize = uncompiled(handles.synchronize)
 
 __all__ = ["TorchOperations", "join", "poll", "synchronize"]

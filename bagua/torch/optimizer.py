@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from bagua.common.kinds import Average, ReduceOp
 from bagua.common.process_set import ProcessSet, checked, global_process_set
 from bagua.common.requests import reduce_op
 from bagua.common.together import together
+from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch import alone, capture, choice, kept, ops, safety
 from bagua.torch.agreement import check_algorithm
@@ -211,8 +213,16 @@ class DistributedOptimizer(Wrapped):
 
     def synchronized(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """What evaluates the model and exchanges its gradients, each time it is called."""
+        times = itertools.count()
 
         def evaluate() -> Any:
+            if next(times) == 1 and self._driver.remembers:
+                warn(
+                    f"{type(self.inner).__name__} evaluates more than once in a step, and with "
+                    f"{self._algorithm!r} gradients have what earlier exchanges lost added to "
+                    "them: two at the same weights differ, which it may take for curvature. Take "
+                    "an algorithm without error feedback"
+                )
             with torch.enable_grad():
                 loss = closure()
             self.synchronize()

@@ -185,6 +185,13 @@ def of_first(tensor: torch.Tensor, before: int = 0) -> int:
     return _checksum(tensor.detach().flatten()[:_SAMPLE], before)
 
 
+def begins_with_zeros(tensor: torch.Tensor) -> bool:
+    """Of its first few values; an empty one does."""
+    values = tensor.detach()
+    values = values._values() if values.is_sparse else values
+    return not values.flatten()[:_SAMPLE].any()
+
+
 def looks_at_all() -> bool:
     """Whether all that is exchanged is looked at, before and after."""
     return world().config.check_finite in ("report", "skip")

@@ -21,6 +21,7 @@ from bagua.common.objects import broadcast_object
 from bagua.common.process_set import ProcessSet
 from bagua.common.together import together
 from bagua.common.world import world
+from bagua.torch.uncompiled import uncompiled
 
 _REMEDY = (
     "in the middle of a step, which others may have completed. To go on, wrap the optimizer anew "
@@ -114,7 +115,7 @@ def _guard(method: _Method, runs_users_code: bool) -> _Method:
                 self.withdraw("was interrupted")
             raise
 
-    return cast(_Method, call)
+    return cast(_Method, uncompiled(call))
 
 
 def in_one_piece(method: _Method) -> _Method:
