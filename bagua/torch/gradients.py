@@ -21,7 +21,7 @@ from bagua.common.kinds import ReduceOp
 from bagua.common.objects import broadcast_object
 from bagua.common.warn import warn
 from bagua.common.world import world
-from bagua.torch import capture, failed_passes, hooks, lost, safety
+from bagua.torch import capture, failed_passes, hooks, lost
 from bagua.torch.agreement import check_hyperparameters
 from bagua.torch.arrays import is_on_device
 from bagua.torch.bucket_plan import Plan, fold_of
@@ -34,6 +34,7 @@ from bagua.torch.layout import Layout
 from bagua.torch.loose import Loose
 from bagua.torch.names import Names
 from bagua.torch.safety import NonFinite, Seen, looks_at_all, spoils
+from bagua.torch.sharing import Sharing
 from bagua.torch.shipment import Shipment
 from bagua.torch.slot import Slot
 from bagua.torch.standing import Standing, in_one_piece
@@ -105,12 +106,8 @@ class Gradients(Driver):
         self._silent = False  # this pass only accumulates
         self._came: set[Slot] = set()  # in this pass, until ranks have settled on buckets
         self._task = -1  # the backward pass, as autograd counts them
-        self._exchanged = False  # since the last step
-        self._exchanges = 0  # since then
+        self._sharing = Sharing(self.layout)
         self.failures = 0  # of passes, so far
-        self._unshared = False  # local gradients that no exchange has seen
-        self._left = False  # those of the last step may still be there
-        self._looked = False  # whether they are
         self._folded: list[int] | None = None  # versions of momentum that was exchanged
         self.refresh()
         self._checkpointed = Checkpointed(self._plan, self.layout)
@@ -231,21 +228,15 @@ class Gradients(Driver):
 
     def _begin_backward(self, param: torch.Tensor) -> None:
         self.refresh()  # what was frozen or thawed after zero_grad() counts
-        if self._exchanged and self.layout.sums_again():
-            self._look_for_zeroing(param)
-        if self._exchanged and self.layout.sums_again():
-            raise UsageError(
-                "backward ran twice before step(), on top of gradients that ranks have exchanged "
-                "and that are no plain averages; use backward_passes_per_step, no_sync() or "
-                "zero_grad()"
-            )
-        self._look_for_those_of_the_last_step(param)
+        if self._sharing.is_zeroed(param):
+            self.zeroed()
+        self._sharing.check(param)
         if self._watch is not None:
             capture.refuse("check_finite has the host look at numbers; turn it off")
         if not self.layout.settled or self._checkpointed.due:
             capture.refuse("ranks settle on buckets first; take two before")
         self._in_backward = True
-        self._unshared = True
+        self._sharing.has_own = True
         self._silent = self.paused or self._passes + 1 < self.passes_per_step
         end = hooks.End(self)
         self._end = weakref.ref(end, hooks.on_forgotten(self))
@@ -264,34 +255,9 @@ class Gradients(Driver):
 
     def _count_exchanges(self) -> None:
         """Else one that a rank makes once more in a step would meet the others' next step."""
-        self._loose.counts = self._exchanges, self.failures
+        counts = self._loose.counts = self._sharing.exchanges, self.failures
         for bucket in self.layout.buckets:
-            bucket.count_steps(self._exchanges, self.failures)
-
-    def _look_for_zeroing(self, fresh: torch.Tensor) -> None:
-        """Notices a zero_grad of somebody else's, as of the model or of an optimizer unknown to us.
-
-        Every parameter has a gradient after an exchange, and only the fresh one when all others'
-        were taken. Zeros tell nothing: a gradient may be zero.
-        """
-        others = [param for param in self.layout.slots if param is not fresh]
-        if others and all(param.grad is None for param in others):
-            self.zeroed()
-
-    def _look_for_those_of_the_last_step(self, fresh: torch.Tensor) -> None:
-        """Refuses sums that nobody has zeroed: they would be summed again.
-
-        Looks once, since that waits for a device: a program does so in all its steps, or in none.
-        """
-        if not self._left or self._looked or not self.layout.sums_again():
-            return
-        self._looked = True
-        for name, param in self.named():
-            if param is not fresh and param.grad is not None and not safety.begins_with_zeros(param.grad):
-                raise UsageError(
-                    f"the gradient of {name} is still that of the last step, which ranks have "
-                    "exchanged and which is no plain average: call zero_grad() after step()"
-                )
+            bucket.count_steps(*counts)
 
     def bring_home(self) -> None:
         for bucket in self.layout.buckets if self._overlaps else ():
@@ -336,10 +302,8 @@ class Gradients(Driver):
             raise
         finally:
             self._reset()
-        self._exchanged = True
-        earlier = [bucket.arena.earlier for bucket in self.layout.buckets]
-        self._exchanges = 1 + max(earlier, default=self._exchanges)
-        self._unshared = False
+        earlier = (bucket.arena.earlier for bucket in self.layout.buckets)
+        self._sharing.exchanged(max(earlier, default=None))
         self._folded = self._versions() if self._plan.fold else None
         skipped = "the step is skipped on all ranks"
         self.skips = spoils(found, self._plan.step, self._process_set, skipped)
@@ -356,7 +320,7 @@ class Gradients(Driver):
         self.look_again()
         # Another hook may call `step()` in a pass before its gradient comes here.
         ahead = self._task < torch._C._current_graph_task_id()
-        if ahead or self._unshared or not self._exchanged:
+        if ahead or not self._sharing.complete:
             self.exchange()
 
     def _versions(self) -> list[int]:
@@ -370,8 +334,7 @@ class Gradients(Driver):
     def zeroed(self) -> None:
         """There are no gradients any more, so there are none to exchange before a step."""
         self._folded = None
-        self._exchanged = self._unshared = self._left = False
-        self._exchanges = 0
+        self._sharing.zeroed()
         self.skips = False
         self._passes = 0
 
@@ -390,10 +353,7 @@ class Gradients(Driver):
         self._folded = None
         self._plan.step += 1
         self.skips = False
-        self._left = True
-        self._exchanged = False
-        self._exchanges = 0
-        self._unshared = False
+        self._sharing.stepped()
         self._passes = 0
         self.layout.improve()
 
@@ -407,7 +367,7 @@ class Gradients(Driver):
         self._refuse_rest()
         self._shipment.discard()
         self._reset()
-        self._exchanged = False
+        self._sharing.done = False
 
     # ---- which parameters, in which buckets ----------------------------------------------------
 
@@ -420,10 +380,10 @@ class Gradients(Driver):
 
     def refresh(self) -> None:
         """Notices parameters that were added, frozen or thawed since the last look."""
-        has_all = self._exchanged and not self._unshared
+        has_all = self._sharing.complete
         if not self.layout.refresh(has_all):
             return
-        self._unshared = True
+        self._sharing.has_own = True
         if has_all and not self.layout.averages:
             raise UsageError(
                 "parameters were thawed or added between zero_grad() and step(), when ranks had "

@@ -23,7 +23,7 @@ def fresh():
 
 
 def trained(hvd, name: str, compiled: str) -> torch.Tensor:
-    """Weights; what is compiled is the model, the optimizer's step, or all of a step of training."""
+    """Weights; compiled is the model, the optimizer's step, or all of a training step."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     params = list(model.parameters())
@@ -70,7 +70,7 @@ def trained(hvd, name: str, compiled: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "name, compiled",
+    ("name", "compiled"),
     [(name, "everything") for name in IN_STEP]
     + [(name, "step") for name in ("gradient_allreduce", "decentralized")]
     + [(name, "closure") for name in ("gradient_allreduce", "local_sgd")]
