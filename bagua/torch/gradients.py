@@ -37,7 +37,7 @@ from bagua.torch.safety import NonFinite, Seen, looks_at_all, spoils
 from bagua.torch.sharing import Sharing
 from bagua.torch.shipment import Shipment
 from bagua.torch.slot import Slot
-from bagua.torch.standing import Standing, in_one_piece
+from bagua.torch.standing import Standing, in_a_hook
 
 _FAILED = "backward raised an exception on this rank"
 _all: weakref.WeakSet[Gradients] = weakref.WeakSet()
@@ -161,7 +161,7 @@ class Gradients(Driver):
 
     # ---- called by autograd --------------------------------------------------------------------
 
-    @in_one_piece
+    @in_a_hook
     def decide(self, param: torch.Tensor) -> None:
         """Its gradient is there, and it may be the first or the last of something."""
         if self._in_backward and self._end() is None:
@@ -263,7 +263,7 @@ class Gradients(Driver):
         for bucket in self.layout.buckets if self._overlaps else ():
             bucket.bring_home()
 
-    @in_one_piece
+    @in_a_hook
     def end_backward(self) -> None:
         self._in_backward = False
         # Before anybody waits, everything that this pass has gradients for is launched: another

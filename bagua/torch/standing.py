@@ -115,14 +115,19 @@ def _guard(method: _Method, runs_users_code: bool) -> _Method:
                 self.withdraw("was interrupted")
             raise
 
-    return cast(_Method, uncompiled(call))
+    return cast(_Method, call)
 
 
 def in_one_piece(method: _Method) -> _Method:
     """An interrupt in the middle of it calls `self.withdraw()`, and so does a rank that is late."""
+    return uncompiled(_guard(method, runs_users_code=False))
+
+
+def in_a_hook(method: _Method) -> _Method:
+    """The same of what hooks call, which are not compiled."""
     return _guard(method, runs_users_code=False)
 
 
 def around_users_code(method: _Method) -> _Method:
     """The same, but the errors of what it calls are the user's."""
-    return _guard(method, runs_users_code=True)
+    return uncompiled(_guard(method, runs_users_code=True))

@@ -161,7 +161,8 @@ void Watch::look_for_stalls(double now) {
       const Instead instead(stalls_in(ledger, now, 0));
       for (const auto& stall : stalls) {
         const std::string other = instead.of(stall);
-        const char* advice = other.empty() ? "; did it skip this call, or take another branch?"
+        const char* advice = other.empty() ? "; did it skip this call, take another branch, or run "
+                                             "out of batches (join())?"
                                            : "; all ranks must make the same calls";
         agreement_.give_up(stall,
                            stall.label + ": " + ranks_text(stall.missing) + " not ready after " +
@@ -189,6 +190,9 @@ void Watch::look_for_stalls(double now) {
     text += "\n  " + stalls[i].label + ": waiting " + seconds(now - stalls[i].since_s) + " for " +
             ranks_text(stalls[i].missing) + instead.of(stalls[i]);
   }
+  if (!advised_)
+    text += "\n  (all ranks must make the same calls; one that is through calls join())";
+  advised_ = true;
   at_.log.write(LogLevel::kWarning, text);
 }
 

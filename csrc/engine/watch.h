@@ -59,6 +59,7 @@ class Watch {
   std::vector<bool> expected_to_leave_;  // by rank
   double ticked_s_ = 0;
   double warned_s_ = 0, device_warned_s_ = 0;
+  bool advised_ = false;
   double asked_s_ = 0;  // when the caller that drives was last asked whether it was interrupted
   double left_s_ = 0;   // when this rank shut down
 };
