@@ -24,6 +24,7 @@ class Background(BetweenSteps):
 
     alone = True
     _next_s = 0.0
+    _may_be_under_way = False  # some rank's exchange; the same on all ranks
     _given: list[torch.Tensor]  # by piece, while exchanges are under way
 
     def stepped(self) -> None:
@@ -79,9 +80,11 @@ class Background(BetweenSteps):
         self._given = []
         super()._land()
 
+    def part(self) -> None:
+        self._drop()  # all have taken part in it, if only with zeros
+
     def _land(self) -> None:
-        if self._pieces:
-            self._end(self._drop)
+        self._end(self._drop)
 
     def _drain(self) -> None:
         self._end(self._finish)
@@ -92,9 +95,10 @@ class Background(BetweenSteps):
     def _begin(self) -> None:
         self._land()
         super()._begin()
+        self._may_be_under_way = True
 
     def _start_over(self) -> None:
-        self._given = []
+        self._given, self._may_be_under_way = [], False
         name = self.standing.name(f"weights.{self._generation}.marker")
         self._marker = Piece(name, [("", torch.zeros(1))], self._exchange, self._process_set)
 
@@ -103,6 +107,8 @@ class Background(BetweenSteps):
 
     def _end(self, finish: Callable[[], None]) -> None:
         """Ends what is under way, on all ranks; not all may have begun it yet."""
+        if not self._may_be_under_way:
+            return
         allgather_object(None, self.standing.name("end"), self._process_set)
         # What all have begun is agreed on by now, so it is over before this is.
         self._marker.launch(Urgency.WAITED)

@@ -98,6 +98,10 @@ class Driver(abc.ABC):
     def close(self) -> None:
         """Leaves the parameters alone, as they are."""
 
+    def part(self) -> None:
+        """The same where ranks have joined, and may not all be in the middle of the same."""
+        self.close()
+
     @abc.abstractmethod
     def withdraw(self, problem: str) -> None:
         """In the middle of a step: this rank takes part in nothing more."""

@@ -479,22 +479,22 @@ class DistributedOptimizer(Wrapped):
         self._driver.go_to(self._step, rounds, state_due)
 
     def place(self, process_set: ProcessSet) -> tuple[int, Place] | None:
-        """The number of this optimizer, and where this rank is with it.
-
-        None if it is of other ranks, or each goes at its own pace.
-        """
-        apart = self._algorithm.when == "background" or self._standing.withdrawn
-        if apart or self._process_set.process_set_id != process_set.process_set_id:
+        """The number of this optimizer, and where this rank is with it; None if others have it."""
+        elsewhere = self._process_set.process_set_id != process_set.process_set_id
+        if elsewhere or self._standing.withdrawn:
             return None
         return self._standing.number, (self.progress, repr((self.algorithm, self._driver.place)))
 
     @in_one_piece
     def meet(self, places: Sequence[Place]) -> None:
-        """By rank, after a join: all go on where the first one is, and agree anew if they must."""
+        """By rank, after a join: all go on where the first one is, and agree anew if they must.
+
+        Where each steps by itself they stay where they are.
+        """
         progress = max(progress for progress, _ in places)
         if len({where for _, where in places}) == 1:
-            return self.go_to(progress, self.state_due)
-        self._driver.close()
+            return None if self._driver.alone else self.go_to(progress, self.state_due)
+        self._driver.part()
         self._standing = Standing(self._process_set)
         self._step, self._since, _ = progress
         self._change_to(at_step(self._algorithm, self._step - self._since))

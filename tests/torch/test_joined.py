@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from bagua.algorithms import Algorithm, Decentralized, DiLoCo, LocalSGD, PowerSGD, QAdam, TopK
+from bagua.algorithms import (
+    Algorithm,
+    AsyncModelAverage,
+    Decentralized,
+    DiLoCo,
+    LocalSGD,
+    PowerSGD,
+    QAdam,
+    TopK,
+)
 from bagua.common.world import world
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
@@ -130,6 +139,27 @@ def test_epochs_of_any_lengths(everyone, hvd, algorithm, seed):
     assert spread(hvd, model) == 0
     numbers = hvd.allgather_object(optimizer.progress)
     assert numbers == [numbers[0]] * everyone.size
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 4, 5, 6, 9])
+def test_each_steps_by_itself_from_somewhere_around_the_end(everyone, hvd, warmup_steps):
+    """Of a warm-up, in which steps were everybody's: who had fewer is where the others are."""
+    model = model_of()
+    background = AsyncModelAverage(sync_interval_ms=0.0, warmup_steps=warmup_steps)
+    optimizer = optimizer_of(hvd, model, background)
+    begin = 0
+    for epoch in range(4):
+        shorter = (everyone.me + epoch) % 2 == 0
+        batches = 0 if shorter and epoch == 0 and warmup_steps == 0 else 5 - shorter
+        train(model, optimizer, everyone.me, range(begin, begin + batches))
+        if epoch % 2:
+            meet(hvd, model, optimizer)
+        else:
+            hvd.join()
+        begin += 5
+    optimizer.settle()
+    assert spread(hvd, model) == 0
+    assert all(param.isfinite().all() for param in model.parameters())
 
 
 def test_a_rank_misses_the_exact_average_that_the_others_begin_a_round_from(everyone, hvd):
