@@ -318,6 +318,7 @@ class Gradients(Driver):
         """Exchanges unless everything there is has been exchanged."""
         self.standing.check()
         self.look_again()
+        self._sharing.check_step()
         # Another hook may call `step()` in a pass before its gradient comes here.
         ahead = self._task < torch._C._current_graph_task_id()
         if ahead or not self._sharing.complete:

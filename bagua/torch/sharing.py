@@ -23,6 +23,7 @@ class Sharing:
         self.has_own = False  # gradients that no exchange has seen
         self._left = False  # those of the last step may still be there
         self._looked = False  # whether they are
+        self._added_to = ""  # one of those that was
 
     @property
     def complete(self) -> bool:
@@ -42,6 +43,7 @@ class Sharing:
 
     def _begin(self, left: bool) -> None:
         self.exchanges, self.done, self.has_own, self._left = 0, False, False, left
+        self._added_to = ""
 
     def is_zeroed(self, fresh: torch.Tensor) -> bool:
         """Notices a zero_grad of somebody else's, as of the model or of an optimizer unknown to us.
@@ -56,24 +58,33 @@ class Sharing:
 
     def check(self, fresh: torch.Tensor) -> None:
         """A backward pass begins with this gradient: what it adds to must not be everybody's."""
-        if (self.done or self._left) and self._layout.sums_again():
-            if self.done:
-                raise UsageError(
-                    "backward ran twice before step(), on top of gradients that ranks have "
-                    "exchanged and that are no plain averages; use backward_passes_per_step, "
-                    "no_sync() or zero_grad()"
-                )
-            self._check_those_of_the_last_step(fresh)
-
-    def _check_those_of_the_last_step(self, fresh: torch.Tensor) -> None:
-        """Looks once, since that waits for a device: a program zeroes in all its steps, or none."""
-        if self._looked:
+        if not (self.done or self._left) or not self._layout.sums_again():
             return
+        if self.done:
+            raise UsageError(
+                "backward ran twice before step(), on top of gradients that ranks have "
+                "exchanged and that are no plain averages; use backward_passes_per_step, "
+                "no_sync() or zero_grad()"
+            )
+        if not self._looked:
+            self._look_for_those_of_the_last_step(fresh)
+
+    def _look_for_those_of_the_last_step(self, fresh: torch.Tensor) -> None:
+        """Once, since that waits for a device: a program zeroes in all its steps, or in none.
+
+        It may do so yet: as a GAN does, whose generator's loss goes through a discriminator.
+        """
         self._looked = True
         for name, param in self._layout.named():
             grad = None if param is fresh else param.grad
             if grad is not None and not safety.begins_with_zeros(grad):
-                raise UsageError(
-                    f"the gradient of {name} is still that of the last step, which ranks have "
-                    "exchanged and which is no plain average: call zero_grad() after step()"
-                )
+                self._added_to = name
+                return
+
+    def check_step(self) -> None:
+        """Gradients are about to be used."""
+        if self._added_to:
+            raise UsageError(
+                f"the gradient of {self._added_to} still has that of the last step in it, which "
+                "ranks had exchanged and which is no plain average: call zero_grad() after step()"
+            )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import warnings
 
 import pytest
@@ -42,12 +44,37 @@ def test_those_of_the_last_step_are_not_exchanged_again(everyone, hvd, other):
     model, optimizer = made(hvd, **other)
     backward(model)
     optimizer.step()
-    with pytest.raises(hvd.UsageError, match=r"is still that of the last step.*call zero_grad"):
-        backward(model)
+    backward(model)
+    weights = copy.deepcopy(model.state_dict())
+    for _ in range(2):
+        with pytest.raises(hvd.UsageError, match=r"still has that of the last step.*zero_grad"):
+            optimizer.step()
+    assert all(torch.equal(model.state_dict()[name], weights[name]) for name in weights)
     for _ in range(3):  # as it says
         optimizer.zero_grad()
         backward(model)
         optimizer.step()
+
+
+@pytest.mark.parametrize("paused", [True, False])
+@pytest.mark.parametrize("op", ["Average", "Sum", "Adasum"])
+def test_what_somebody_elses_loss_leaves_may_be_zeroed_before_its_own(everyone, hvd, op, paused):
+    """As a discriminator does, through which the generator of a GAN learns."""
+
+    def trained(between) -> torch.Tensor:
+        model, optimizer = made(hvd, op=getattr(hvd, op))
+        for _ in range(4):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+            between(model, optimizer)
+        return model[0].weight
+
+    def other_loss(model, optimizer) -> None:
+        with optimizer.no_sync() if paused else contextlib.nullcontext():
+            model(torch.full((2, 6), 3.0)).sum().backward()
+
+    assert torch.equal(trained(other_loss), trained(lambda *_: None))
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
