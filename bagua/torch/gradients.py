@@ -33,7 +33,7 @@ from bagua.torch.grouping import Grouping
 from bagua.torch.layout import Layout
 from bagua.torch.loose import Loose
 from bagua.torch.names import Names
-from bagua.torch.safety import NonFinite, Seen, looks_at_all, spoils
+from bagua.torch.safety import NonFinite, Seen, first_not_finite, looks_at_all, spoils
 from bagua.torch.sharing import Sharing
 from bagua.torch.shipment import Shipment
 from bagua.torch.slot import Slot
@@ -334,10 +334,22 @@ class Gradients(Driver):
 
     def zeroed(self) -> None:
         """There are no gradients any more, so there are none to exchange before a step."""
+        if self._sharing.done and self.remembers:
+            self._tell_what_stays()
         self._folded = None
         self._sharing.zeroed()
         self.skips = False
         self._passes = 0
+
+    def _tell_what_stays(self) -> None:
+        """Of gradients that are thrown away; those that are no numbers leave nothing."""
+        named = [(name, param) for name, param in self.named() if param.grad is not None]
+        if named and not first_not_finite(named):
+            warn(
+                "gradients that ranks have exchanged are thrown away, but what encoding lost of "
+                f"them, by {self.algorithm!r}, is added to the next ones. Where the loss of "
+                "another model leaves them, as in a GAN, run its backward() in optimizer.no_sync()"
+            )
 
     def stepped(self) -> None:
         """The optimizer has stepped."""

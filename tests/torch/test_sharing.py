@@ -120,3 +120,25 @@ def test_evaluations_that_depend_on_the_last_one_are_told(everyone, hvd, remembe
         optimizer.step(closure)
     texts = [str(each.message) for each in told]
     assert any("LBFGS evaluates more than once in a step" in text for text in texts) == remembers
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("paused", [True, False])
+def test_what_error_feedback_keeps_of_gradients_thrown_away_is_told(everyone, hvd, paused):
+    model, optimizer = made(hvd, algorithm=Algorithm(codec="minmax_u8", error_feedback=True))
+
+    def told(scale: float) -> bool:
+        with optimizer.no_sync() if paused else contextlib.nullcontext():
+            (scale * model(torch.ones(2, 6)).square().sum()).backward()
+        with warnings.catch_warnings(record=True) as all_told:
+            warnings.simplefilter("always")
+            optimizer.zero_grad()
+        return any("are thrown away" in str(each.message) for each in all_told)
+
+    assert told(1.0) != paused
+    assert not told(float("inf"))  # as a GradScaler may: nothing is kept of that
+    backward(model)
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.zero_grad()  # these were used
