@@ -90,7 +90,7 @@ class Background(BetweenSteps):
         self._end(self._finish)
 
     def load_state(self, loaded: dict[str, Any] | None, step: int) -> None:
-        self._loaded, self._step, self._begun = loaded, step, False
+        self._loaded, self._came, self._step, self._begun = loaded, True, step, False
 
     def _begin(self) -> None:
         self._land()

@@ -39,12 +39,14 @@ from bagua.torch.safety import (
 from bagua.torch.standing import Standing
 
 Kept = dict[str, Sequence["torch.Tensor | None"]]
+Values = dict[str, dict[str, torch.Tensor]]
 
 
 class BetweenSteps(Driver):
     """See the module. Gradients add up without our help, in however many passes."""
 
     _skipped = "the exchange is skipped on all ranks"
+    _first_ranks = "weights"  # what is the first rank's where nothing can be taken up
 
     def __init__(
         self,
@@ -69,6 +71,7 @@ class BetweenSteps(Driver):
         self._pieces: list[Piece] = []
         self._exchange = Exchange()
         self._loaded: dict[str, Any] | None = None
+        self._came = False  # a checkpoint, with something for us or without
         self._begun = False
         self._seen = Seen()
         self._watch = None
@@ -112,8 +115,11 @@ class BetweenSteps(Driver):
             check_parameters(named, self.standing.name("parameters"), self._process_set)
         if self._begun:
             self.settle()  # what ranks have learned by themselves is not lost
+        lasting = self._values(self._lasting()) if self._begun else {}
         self._land()
         self._build(named)
+        if lasting:
+            self._restore(lasting)
         for _, param in self._shared:
             if not param.requires_grad:
                 param.grad = None  # or this rank would step it once more, and nobody average it
@@ -207,6 +213,19 @@ class BetweenSteps(Driver):
     def _start_over(self) -> None:
         """What is kept beside the pieces, which are new."""
 
+    def _lasting(self) -> Kept:
+        """What goes on where they are laid out anew, of the parameters that stay."""
+        return {}
+
+    def _forget(self, loaded: dict[str, Any] | None) -> None:
+        """All that is kept, but for what all ranks had in common, if this checkpoint has that."""
+        self.rounds = 0
+        self._build(self._shared)  # who meets whom is counted there
+
+    def _in_common(self) -> list[torch.Tensor]:
+        """Beside weights: what must be the same on all ranks."""
+        return []
+
     def _piece_nbytes(self, exchange: Exchange) -> float:
         """What is exchanged at a time, at most, if it is more than one parameter."""
         return float(world().config.bucket_mb * 2**20)
@@ -255,21 +274,24 @@ class BetweenSteps(Driver):
         """Before the first step and after loading: from here on the ranks know each other."""
         loaded = self._loaded
         mine = kept.identity(self.algorithm, self._process_set, self._names_of_all())
-        name, instead = self.standing.name("load_state_dict"), ", from the first rank's weights"
-        if not kept.agrees(loaded, mine, name, self._process_set, instead=instead):
-            loaded = None
+        name = self.standing.name("load_state_dict")
+        instead = f", from the first rank's {self._first_ranks}"
+        takes = kept.agrees(loaded, self._came, mine, name, self._process_set, instead=instead)
         self._compare_rules()
-        if loaded is not None:
+        if takes and loaded is not None:
             _, self.rounds = loaded["layout"]
             self._build(self._shared)
             self._restore(loaded["values"])
         else:
-            params = [param.data for piece in self._pieces for param in piece.params]
+            if takes is not None:
+                self._forget(loaded if kept.is_of_other_ranks(loaded, mine) else None)
+            common = [param.data for piece in self._pieces for param in piece.params]
+            common += self._in_common()
             present, name = self._present(), self.standing.name("begin")
             root = self._root if self._root in present else present[0]
-            ops.grouped_broadcast_(params, root, name=name, process_set=self._process_set)
+            ops.grouped_broadcast_(common, root, name=name, process_set=self._process_set)
             self._all_equal()
-        self._loaded, self._begun = None, True
+        self._loaded, self._came, self._begun = None, False, True
 
     def _present(self) -> list[int]:
         """The ranks that have not joined."""
@@ -298,16 +320,20 @@ class BetweenSteps(Driver):
         if self._loaded is not None or not self._begun:
             return self._loaded  # before it has begun there is nothing of its own
         mine = kept.identity(self.algorithm, self._process_set, self._names_of_all())
-        values = {
+        values = self._values(self._kept())
+        return {"identity": mine, "layout": self._layout(), "values": values}
+
+    def _values(self, kept_now: Kept) -> Values:
+        """Copies, by name."""
+        return {
             what: {
                 name: view.clone()
                 for piece, flat in zip(self._pieces, flats)
                 if flat is not None
                 for name, view in zip(piece.names, piece.views_of(flat))
             }
-            for what, flats in self._kept().items()
+            for what, flats in kept_now.items()
         }
-        return {"identity": mine, "layout": self._layout(), "values": values}
 
     def _layout(self) -> tuple[int, int]:
         """What is the same on all ranks: steps, and exchanges."""
@@ -317,7 +343,7 @@ class BetweenSteps(Driver):
         """It is taken up before the next step, where all ranks are."""
         with contextlib.suppress(UsageError):  # of what is not used any more
             self._land()
-        self._loaded, self._step, self._begun = loaded, step, False
+        self._loaded, self._came, self._step, self._begun = loaded, True, step, False
 
     @property
     def state_due(self) -> bool:
@@ -339,7 +365,7 @@ class BetweenSteps(Driver):
             self._land()
         self._step, self.rounds, self._begun = step, rounds, not state_due
 
-    def _restore(self, values: dict[str, dict[str, torch.Tensor]]) -> None:
+    def _restore(self, values: Values) -> None:
         for what, flats in self._kept().items():
             for piece, flat in zip(self._pieces, flats):
                 if what not in values or flat is None:

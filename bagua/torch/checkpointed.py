@@ -19,6 +19,7 @@ class Checkpointed:
         self._plan = plan
         self._layout = layout
         self._loaded: dict[str, Any] | None = None
+        self._came = False  # a checkpoint, with something for us or without
         # Whether ranks agree on what they have loaded, in the next exchange.
         self.due = self._keeps_something()
 
@@ -41,7 +42,7 @@ class Checkpointed:
         }
 
     def load(self, loaded: dict[str, Any] | None) -> None:
-        self._loaded = loaded
+        self._loaded, self._came = loaded, True
         self.due = self._keeps_something()
 
     def take_up(self) -> None:
@@ -50,19 +51,19 @@ class Checkpointed:
             self._drop_loaded()
             return
         loaded = self._loaded
-        had_loaded = loaded is not None
         plan, layout = self._plan, self._layout
         loses = lost.something(layout.buckets)  # else it is of buckets, and little
-        if not kept.agrees(loaded, self._identity(), self._name, plan.process_set, warns=loses):
-            loaded = None
-        self._loaded, self.due = None, False
-        if loaded is not None:
+        mine, came = self._identity(), self._came
+        takes = kept.agrees(loaded, came, mine, self._name, plan.process_set, warns=loses)
+        self._loaded, self._came, self.due = None, False, False
+        if takes and loaded is not None:
             _, learned, names = loaded["layout"]
             if learned:
                 layout.order = None
             layout.rebuild_as(names)
-        if had_loaded:
-            lost.restore(loaded and loaded["lost"], layout.buckets)
+            lost.restore(loaded["lost"], layout.buckets)
+        elif takes is not None:
+            lost.restore(None, layout.buckets)
 
     def refuse(self, problem: str) -> None:
         """Other ranks that come to `take_up` hear why this one does not."""
@@ -74,7 +75,7 @@ class Checkpointed:
 
     def _drop_loaded(self) -> None:
         """Else another algorithm would take it up when it is long out of date."""
-        loaded, self._loaded = self._loaded, None
+        loaded, self._loaded, self._came = self._loaded, None, False
         if loaded is not None and any((loaded.get("lost") or loaded.get("values") or {}).values()):
             warn(
                 f"this checkpoint has what {loaded['identity']['algorithm']} had kept, of which "

@@ -35,15 +35,18 @@ def identity(
 
 def agrees(
     state: dict[str, Any] | None,
+    came: bool,
     mine: dict[str, object],
     name: str,
     process_set: ProcessSet,
     warns: bool = True,
     instead: str = "",
-) -> bool:
+) -> bool | None:
     """Whether all ranks can take up what they have loaded; warns if some have and cannot.
 
-    Its `identity` must be mine, its `layout` the same on all ranks. `instead` says how they begin.
+    None if nothing `came` on any rank: what is kept goes on. Else it begins anew, also where a
+    checkpoint came that has none of it. Its `identity` must be mine, its `layout` the same on all
+    ranks. `instead` says how they begin.
     """
     problem, layout = "", None
     if state is not None:
@@ -54,11 +57,13 @@ def agrees(
             elif theirs != value:
                 problem = f"it is of {what} {theirs}, this is {value}"
         layout = state["layout"]
-    everyone = gathered_if_any((problem, layout), layout is not None, name, process_set)
+    everyone = gathered_if_any((problem, layout), came, name, process_set)
     if everyone is None:
         everyone = [("a rank has joined already", layout)]
     if not everyone:
-        return False  # nobody has loaded
+        return None
+    if all(theirs is None for _, theirs in everyone):
+        return False
     problems = [text for text, _ in everyone if text]
     if any(theirs != layout for _, theirs in everyone):
         problems.append("ranks have checkpoints of different steps, or none")
@@ -69,6 +74,12 @@ def agrees(
             "the same bits",
         )
     return not problems
+
+
+def is_of_other_ranks(state: dict[str, Any] | None, mine: dict[str, object]) -> bool:
+    """Whether what all ranks have in common of it can be taken up, whoever they were."""
+    same = ("algorithm", "parameters")
+    return state is not None and all(state["identity"].get(what) == mine[what] for what in same)
 
 
 def _unlike(theirs: Any, mine: Any) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from bagua.algorithms import Exchange
 from bagua.common.kinds import Urgency
-from bagua.torch.between_steps import BetweenSteps, Kept
+from bagua.torch.between_steps import BetweenSteps, Kept, Values
 from bagua.torch.pieces import land_all
 
 # At most, if it is more than one parameter: while one piece travels the next is made ready.
@@ -23,6 +25,7 @@ class Outer(BetweenSteps):
     """
 
     _skipped = "the round is undone on all ranks"
+    _first_ranks = "weights and momentum"
     _launched = False
 
     @property
@@ -142,6 +145,23 @@ class Outer(BetweenSteps):
         kept |= {"common": self._common, "momentum": self._momentum}
         return kept if self._begins is self._common else kept | {"begins": self._begins}
 
-    def _restore(self, values: dict[str, dict[str, torch.Tensor]]) -> None:
+    def _lasting(self) -> Kept:
+        """The momentum, and what was lost of this rank's own changes: it does not depend on where
+        they lie."""
+        own = {} if self._exchange.hierarchical else super()._kept()
+        lost = {what: flats for what, flats in own.items() if what == "kept.0"}
+        return lost | {"momentum": self._momentum}
+
+    def _forget(self, loaded: dict[str, Any] | None) -> None:
+        super()._forget(loaded)
+        momentum = loaded["values"].get("momentum") if loaded else None
+        if momentum:
+            super()._restore({"momentum": momentum})
+
+    def _in_common(self) -> list[torch.Tensor]:
+        return self._momentum
+
+    def _restore(self, values: Values) -> None:
         self._launched = "arrived" in values
-        super()._restore({"begins": values["common"]} | values)
+        begins = {"begins": values["common"]} if "common" in values else {}
+        super()._restore(begins | values)

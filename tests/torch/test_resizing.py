@@ -153,7 +153,8 @@ def test_goes_on_on_another_number_of_ranks(resized, name):
     for rank, mine in enumerate(theirs[name] for theirs in told):
         # What has nothing to count by does not save how far it has come.
         assert mine["steps"] == (40 - SAVED_AT if name == "gradient_allreduce" else 40)
-        assert mine["moved"] < 1e-6, "all begin with the first rank's weights"
+        # All begin with the first rank's weights, and with its momentum, which all had in common.
+        assert mine["moved"] > 1e-3 if name == "diloco" else mine["moved"] < 1e-6
         assert mine["after"] < 0.8 * mine["before"] < 0.8 * mine["fresh"], "it learns on"
         assert mine["settled"] == 0
         assert name in BETWEEN_STEPS or mine["apart"] == 0, "replicas are equal at every step"
