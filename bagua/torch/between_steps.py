@@ -15,7 +15,7 @@ from bagua.algorithms.answers import planned
 from bagua.common import joined
 from bagua.common.core import core
 from bagua.common.errors import UsageError
-from bagua.common.kinds import Average
+from bagua.common.kinds import Average, Max
 from bagua.common.warn import warn
 from bagua.common.world import world
 from bagua.torch import capture, kept, moments, ops
@@ -132,19 +132,43 @@ class BetweenSteps(Driver):
         self.standing.check()
         with torch.no_grad():
             self._drain()
-            params = [param.data for piece in self._pieces for param in piece.params]
-            where = params[0].device if params else None
-            # Less where ranks have joined, whose weights are zeros.
-            share = torch.ones(1, dtype=torch.float64, device=where)
-            name, group = self.standing.name("settle"), self._process_set
-            ops.grouped_allreduce_([*params, share], name=name, op=Average, process_set=group)
-            if share < 1:
-                present = group.size() / round(float(share) * group.size())
-                # Where parameters share memory it must not be multiplied twice.
-                torch._foreach_copy_(params, torch._foreach_mul(params, present))
-            self._all_equal()
+            self._average(self._is_left_out())
+
+    def _average(self, left_out: bool) -> None:
+        params = [param.data for piece in self._pieces for param in piece.params]
+        where = params[0].device if params else None
+        # Less where ranks have joined, whose weights are zeros.
+        share = torch.ones(1, dtype=torch.float64, device=where)
+        if left_out:
+            torch._foreach_zero_([*params, share])
+        name, group = self.standing.name("settle"), self._process_set
+        ops.grouped_allreduce_([*params, share], name=name, op=Average, process_set=group)
+        if share < 1:
+            present = group.size() / round(float(share) * group.size())
+            # Where parameters share memory it must not be multiplied twice.
+            torch._foreach_copy_(params, torch._foreach_mul(params, present))
+        self._all_equal()
         self._settled += 1
         self._note(differ=False)
+
+    def _is_left_out(self) -> bool:
+        """Whether this rank's weights are no numbers, and do not count in an exact average.
+
+        Where nobody's are numbers all count.
+        """
+        found, finite = "", world().config.check_finite
+        if finite != "off":
+            found = first_odd(self.named())
+        skips = finite == "skip" and self._anybodys_are_numbers(not found)
+        if found:
+            left = "; that rank is left out" if skips else "; check_finite=skip leaves it out"
+            where = f"{found} on rank {world().rank}"
+            warn(f"step {self._step}: NaN or Inf in {where}, when all weights are averaged{left}")
+        return skips and bool(found)
+
+    def _anybodys_are_numbers(self, mine_are: bool) -> bool:
+        flag, name = torch.tensor([mine_are], dtype=torch.uint8), self.standing.name("numbers")
+        return bool(ops.allreduce(flag, name=name, op=Max, process_set=self._process_set))
 
     def _note(self, differ: bool) -> None:
         """For the end of the job: whether ranks may have different weights."""
@@ -157,9 +181,16 @@ class BetweenSteps(Driver):
     def hand_over(self) -> None:
         """Steps are everybody's from here on: all ranks end with equal weights and moments."""
         self.refresh()
+        self.standing.check()
         named = [(self._names[param], param) for param in self._all_params if not is_own(param)]
-        moments.settle(self._optimizer, named, self.standing.name("moments"), self._process_set)
-        self.settle()
+        with torch.no_grad():
+            self._drain()
+            left_out = self._is_left_out()
+            for _, param in named if left_out else ():
+                self._optimizer.state.pop(param, None)  # no numbers either; those of the others do
+            name = self.standing.name("moments")
+            moments.settle(self._optimizer, named, name, self._process_set)
+            self._average(left_out)
 
     def close(self) -> None:
         self._land()

@@ -12,7 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from bagua.algorithms import AsyncModelAverage, Decentralized, LocalSGD
+from bagua.algorithms import (
+    AsyncModelAverage,
+    Decentralized,
+    DiLoCo,
+    LocalSGD,
+    LowPrecisionDecentralized,
+)
 from bagua.common.world import world
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
@@ -148,3 +154,48 @@ def test_in_the_background(everyone, hvd, wish):
     if wish == "skip":
         assert params[0].isfinite().all()
     assert any("after its exchange" in text for text in words) == (everyone.me == 0)
+
+
+SETTLING = [
+    Decentralized(when="step", hierarchical=False),
+    LowPrecisionDecentralized(hierarchical=False),
+    DiLoCo(every=2, when="forward"),
+    AsyncModelAverage(sync_interval_ms=0.0),
+]
+
+
+@pytest.mark.parametrize("how", ["settle", "hand over"])
+@pytest.mark.parametrize("finite", ["skip", "watch"])
+@pytest.mark.parametrize("algorithm", SETTLING, ids=repr)
+def test_an_exact_average(everyone, hvd, monkeypatch, algorithm, finite, how):
+    """Of the others' weights; and of their moments, where gradients are exchanged from there on."""
+    config = dataclasses.replace(world().config, check_finite=finite)
+    monkeypatch.setattr(world(), "config", config)
+    params = [nn.Parameter(torch.ones(20)), nn.Parameter(torch.ones(5))]
+    adam = torch.optim.Adam(params)
+    named = [("fine", params[0]), ("odd", params[1])]
+    optimizer = hvd.DistributedOptimizer(adam, named, algorithm=algorithm)
+    for _ in range(3):
+        optimizer.zero_grad()
+        sum(param.square().sum() for param in params).backward()
+        optimizer.step()
+    spoil(everyone, params)
+    last, words = everyone.size - 1, []
+    if everyone.me == last:
+        adam.state[params[1]]["exp_avg"][3] = torch.inf
+    with told(words):
+        if how == "settle":
+            optimizer.settle()
+        else:
+            optimizer.set_algorithm("gradient_allreduce")
+    mine = [word for word in words if "when all weights are averaged" in word]
+    assert len(mine) == (everyone.me == last)
+    assert all(f"NaN or Inf in odd on rank {last}" in word for word in mine)
+    left_out = finite == "skip" and everyone.size > 1
+    assert all(("is left out" in word) == left_out for word in mine)
+    kept = [state["exp_avg"] for state in adam.state.values()] if how == "hand over" else []
+    for values in (*params, *kept):
+        assert values.isfinite().all() or not left_out
+        for theirs in hvd.allgather_object(values.detach()):
+            assert torch.equal(theirs.nan_to_num(), values.detach().nan_to_num())
+    assert params[1].isfinite().all() == left_out
