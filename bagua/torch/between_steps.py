@@ -35,6 +35,7 @@ from bagua.torch.safety import (
     first_odd,
     looks_at_all,
     spoils,
+    warn_of_frozen,
 )
 from bagua.torch.standing import Standing
 
@@ -322,6 +323,9 @@ class BetweenSteps(Driver):
             root = self._root if self._root in present else present[0]
             ops.grouped_broadcast_(common, root, name=name, process_set=self._process_set)
             self._all_equal()
+        frozen = [p for p in self._all_params if not (p.requires_grad or is_own(p))]
+        named = [(self._names[param], param) for param in frozen]
+        warn_of_frozen(named, self.standing.name("frozen"), self._process_set)
         self._loaded, self._came, self._begun = None, False, True
 
     def _present(self) -> list[int]:

@@ -98,6 +98,20 @@ def warn_of_difference(named: Named, name: str, process_set: ProcessSet) -> None
         )
 
 
+def warn_of_frozen(named: Named, name: str, process_set: ProcessSet) -> None:
+    """Tells if these parameters, which nobody exchanges, are not the same on all ranks."""
+    greatest = allreduce(sample(named), name=name, op=ReduceOp.Max, process_set=process_set)
+    if not samples_differ(greatest):
+        return
+    text = _difference(named, [_checksum(param) for _, param in named], name, process_set)
+    if process_set.rank() == 0:
+        warn(
+            f"{text or 'replicas differ'}. It is frozen, so no exchange and no settle() makes it "
+            "the same: call broadcast_parameters(model.state_dict(), root_rank=0), or settle() "
+            "before freezing"
+        )
+
+
 def sample(named: Named) -> Any:
     """Of the first few values of every parameter: what was drawn differs there.
 

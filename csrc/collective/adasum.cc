@@ -5,6 +5,8 @@
 // rank - p. Steps: log2(n) (+2); twice that and log2(n)^2 / 2 sums of 24 bytes where all is halved.
 // Bytes sent per rank: log2(n) N, or 2 (p-1)/p N.
 #include <algorithm>
+#include <cmath>
+#include <utility>
 #include <vector>
 
 #include "collective/pass.h"
@@ -50,7 +52,7 @@ class Tree {
   // The vector of a rank that takes no part in the rest.
   void take_in(int rank) {
     group_.wait(group_.recv(rank, theirs_, job_.nbytes()));
-    merge(true);
+    note(rank, merge(true).bb);
   }
 
   void finish() {
@@ -70,13 +72,20 @@ class Tree {
   }
 
   // a <- adasum(a, b); `lower` says whether a is the lower rank's, so that both sides round alike.
-  void merge(bool lower) {
+  Dots merge(bool lower) {
     char* own = job_.data + mine_.begin * item_;
     const char* other = theirs_ + mine_.begin * item_;
     const Dots d = add_up(dots(job_.dtype, lower ? own : other, lower ? other : own, mine_.count));
+    if (std::exchange(is_leaf_, false)) note(group_.me(), lower ? d.aa : d.bb);
     const double ca = d.aa > 0 ? 1 - d.ab / (2 * d.aa) : 1;
     const double cb = d.bb > 0 ? 1 - d.ab / (2 * d.bb) : 1;
     combine(job_.dtype, own, other, lower ? ca : cb, lower ? cb : ca, mine_.count);
+    return d;
+  }
+
+  // A rank's vector is no numbers. Further up the tree it would be that of many.
+  void note(int rank, double square) {
+    if (!std::isfinite(square)) group_.odd()->add(group_.rank_of(rank));
   }
 
   // What others find in the parts they have taken counts, too. All add up alike: x + y is y + x.
@@ -99,6 +108,7 @@ class Tree {
   char* const theirs_;
   Dots* const sums_;  // of this rank and of a partner
   std::vector<Halving> halvings_;
+  bool is_leaf_ = true;  // nothing has been merged into this rank's vector
 };
 
 }  // namespace

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from bagua.algorithms import Algorithm, ByteGrad, Exchange, LocalSGD, PerParameter, TopK, find
+from bagua.common.kinds import ReduceOp
 from bagua.common.world import world
 from bagua.torch.own import keep_own
 
@@ -219,6 +220,7 @@ WATCHED = {
     "topk": TopK(hierarchical=False, exact=[]),
     "low rank": Algorithm(low_rank=1),
     "mean of machines": Algorithm(hierarchical=True),
+    "adasum": Algorithm(op=ReduceOp.Adasum),
 }
 
 
