@@ -12,7 +12,10 @@ from bagua.common.errors import UsageError
 @register
 @dataclass(frozen=True)
 class QAdam(Algorithm):
-    """For `bagua.torch.QAdam`: after the warm-up m <- mean of b1 m + (1 - b1) g. Bytes: 2.03."""
+    """For `bagua.torch.QAdam`: after the warm-up m <- mean of b1 m + (1 - b1) g. Bytes: 2.03.
+
+    What a codec sees is m over the root of the frozen variance, which is the same on all ranks.
+    """
 
     what: str = "momentum"
     codec: str = "minmax_u8"

@@ -11,7 +11,7 @@ import torch
 from bagua.common.errors import UsageError
 from bagua.torch.own import is_own
 
-_LEAST_VARIANCE = 0.01  # once it is frozen; of the mean of its tensor's
+_LEAST_VARIANCE = 0.01  # by default, and in checkpoints that had no other
 
 
 class QAdam(torch.optim.Optimizer):
@@ -32,6 +32,9 @@ class QAdam(torch.optim.Optimizer):
         eps: added to the root of the variance.
         weight_decay: of weights, as part of the gradient.
         decoupled: instead multiply weights by 1 - lr * weight_decay, as AdamW does.
+        least_variance: what a frozen variance counts as, at least, as a share of the mean of its
+            tensor's. With 0, as in 1-bit Adam, a value that had next to no gradient in the warm-up
+            is divided by next to nothing for ever.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class QAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         decoupled: bool = False,
+        least_variance: float = _LEAST_VARIANCE,
     ) -> None:
         if warmup_steps < 1 or warmup_steps != int(warmup_steps):
             raise UsageError(f"warmup_steps is a number of steps, at least 1, not {warmup_steps}")
@@ -58,12 +62,13 @@ class QAdam(torch.optim.Optimizer):
                 "eps": eps,
                 "weight_decay": weight_decay,
                 "decoupled": decoupled,
+                "least_variance": least_variance,
             },
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         rule = {**self.defaults, **param_group}
-        for name in ("lr", "eps", "weight_decay"):
+        for name in ("lr", "eps", "weight_decay", "least_variance"):
             if not 0 <= rule[name] < math.inf:
                 raise UsageError(f"{name} is a number from 0 on, not {rule[name]}")
         betas = rule["betas"]
@@ -169,8 +174,8 @@ class QAdam(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """What momentum is divided by after the warm-up.
 
-        The variance of values which had next to no gradient tells nothing: it is taken for a
-        hundredth of their tensor's mean, else what a codec adds would move them far.
+        The variance of values which had next to no gradient tells nothing, and what a codec adds
+        would move them far: see `least_variance`.
         """
         state = self.state[param]
         variance = frozen = state["variance"]
@@ -187,7 +192,8 @@ class QAdam(torch.optim.Optimizer):
             self._roots.pop(param, None)
             return torch.ones_like(variance)  # there is nothing to divide
         variance = variance / (1 - group["betas"][1] ** state["variance_steps"])
-        variance.clamp_(min=_LEAST_VARIANCE * variance.mean())
+        least = group.get("least_variance", _LEAST_VARIANCE)
+        variance.clamp_(min=least * variance.mean())
         root = variance.sqrt_().add_(group["eps"])
         self._roots[param] = (root, frozen, frozen._version)
         return root

@@ -99,16 +99,21 @@ def warn_of_difference(named: Named, name: str, process_set: ProcessSet) -> None
 
 
 def warn_of_frozen(named: Named, name: str, process_set: ProcessSet) -> None:
-    """Tells if these parameters, which nobody exchanges, are not the same on all ranks."""
+    """Tells if any of these, which nobody exchanges, is not the same on all ranks that have it."""
     greatest = allreduce(sample(named), name=name, op=ReduceOp.Max, process_set=process_set)
     if not samples_differ(greatest):
         return
-    text = _difference(named, [_checksum(param) for _, param in named], name, process_set)
-    if process_set.rank() == 0:
+    try:
+        everyone = allgather_object({of: _checksum(p) for of, p in named}, name, process_set)
+    except JoinedError:
+        return
+    differ = [of for of, _ in named if len({theirs.get(of) for theirs in everyone} - {None}) > 1]
+    if differ and process_set.rank() == 0:
+        more = f", nor are {len(differ) - 1} more" if len(differ) > 1 else ""
         warn(
-            f"{text or 'replicas differ'}. It is frozen, so no exchange and no settle() makes it "
-            "the same: call broadcast_parameters(model.state_dict(), root_rank=0), or settle() "
-            "before freezing"
+            f"{differ[0]} is frozen and not the same on all ranks{more}: no exchange and no "
+            "settle() changes that. Call broadcast_parameters(model.state_dict(), root_rank=0), or "
+            "settle() before freezing"
         )
 
 

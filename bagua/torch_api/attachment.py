@@ -70,7 +70,7 @@ class Attachment:
                 own[_UNSCALES] = True
 
     def switch(self, algorithm: Algorithm, steps: int) -> None:
-        """Goes on with what was agreed, or begins the same one anew; all ranks are equal now."""
+        """Goes on with what was agreed, which may be the same one; all ranks are equal now."""
         self.distributed.settle()
         self.distributed.go_on_with(algorithm, steps)
 

@@ -808,6 +808,27 @@ def test_a_checkpoint_after_a_parameter_was_frozen(everyone, hvd, recwarn, zeroe
     assert all("more parameters, as parameter.0 (who freezes" in text for text in warned)
 
 
+@pytest.mark.parametrize("algorithm", [LocalSGD(every=4), Decentralized(), AsyncModelAverage()])
+@pytest.mark.parametrize("differs", [True, False])
+def test_what_is_frozen_and_not_the_same_on_all_ranks_is_told(everyone, hvd, algorithm, differs):
+    """An optimizer that has not met it otherwise neither broadcasts nor averages it."""
+    frozen = nn.Parameter(torch.full((5,), float(everyone.me * differs)), requires_grad=False)
+    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2), requires_grad=False)]
+    own = [nn.Parameter(torch.zeros(2), requires_grad=False)] if everyone.me else []
+    sgd = torch.optim.SGD([*params, frozen, *own], lr=0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, algorithm=algorithm)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            params[0].grad = torch.ones(3)
+            optimizer.step()
+    told = [text for w in caught if "is frozen and not the same" in (text := str(w.message))]
+    assert len(told) == (differs and everyone.me == 0 and everyone.size > 1)
+    assert all(text.startswith("parameter.2 is frozen") for text in told)
+    optimizer.settle()
+    assert (frozen == everyone.me * differs).all()
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_ranks_that_have_not_all_stepped_a_parameter(everyone, hvd, frozen):
     """It is frozen while ranks change to gradients, or of one rank alone."""

@@ -55,7 +55,7 @@ def trained(
     return params
 
 
-def simulated(n: int, steps: int, weight_decay: float, decoupled: bool):
+def simulated(n: int, steps: int, weight_decay: float, decoupled: bool, least: float = 0.01):
     """Exact momentum of all ranks, from the formulas."""
     results = []
     for shape, (b1, b2) in zip(SHAPES, [(0.8, 0.9), (0.9, 0.999)]):
@@ -74,20 +74,24 @@ def simulated(n: int, steps: int, weight_decay: float, decoupled: bool):
             frozen_at = min(step + 1, 3)
             variance = v / (1 - b2**frozen_at)
             if step >= 3:
-                variance = variance.clamp(min=0.01 * variance.mean())
+                variance = variance.clamp(min=least * variance.mean())
             corrected = variance.sqrt() + 1e-8
             x = x - 0.01 * (m / (1 - b1 ** (step + 1))) / corrected
         results.append(x)
     return results
 
 
+@pytest.mark.parametrize("least", [0.0, 0.01, 0.5])
 @pytest.mark.parametrize("decay", [(0.0, False), (0.1, False), (0.1, True)])
-def test_exact_momentum_is_the_formula(everyone, hvd, decay):
+def test_exact_momentum_is_the_formula(everyone, hvd, decay, least):
+    """That of 1-bit Adam where no variance counts as more than it is."""
     weight_decay, decoupled = decay
     algorithm = QAdam(codec="raw", error_feedback=None, warmup_steps=3)
-    params = trained(everyone, hvd, algorithm, 8, weight_decay=weight_decay, decoupled=decoupled)
-    for param, expected in zip(params, simulated(everyone.size, 8, weight_decay, decoupled)):
-        torch.testing.assert_close(param.double(), expected, rtol=1e-4, atol=1e-5)
+    options = {"weight_decay": weight_decay, "decoupled": decoupled, "least_variance": least}
+    params = trained(everyone, hvd, algorithm, 8, **options)
+    expected = simulated(everyone.size, 8, weight_decay, decoupled, least)
+    for param, goal in zip(params, expected):
+        torch.testing.assert_close(param.double(), goal, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("codec", ["minmax_u8", "sign1"])
