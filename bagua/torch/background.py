@@ -13,10 +13,8 @@ from bagua.common.errors import LeftError
 from bagua.common.kinds import Urgency
 from bagua.common.objects import allgather_object
 from bagua.common.warn import warn
-from bagua.common.world import world
 from bagua.torch.between_steps import BetweenSteps
 from bagua.torch.pieces import Pairs, Piece, land_all, raise_first
-from bagua.torch.safety import first_odd
 
 
 class Background(BetweenSteps):
@@ -39,7 +37,7 @@ class Background(BetweenSteps):
 
     @torch.no_grad()
     def _start(self) -> None:
-        self._look_at_weights()
+        self._spoilt.leaves(self._pieces, self._step)
         for piece in self._pieces:
             piece.copy_weights()
             self._given.append(piece.flat.clone())
@@ -58,20 +56,11 @@ class Background(BetweenSteps):
             )
             return
         self._next_s = time.monotonic() + self._exchange.sync_interval_ms / 1e3
-        if self._arrived_spoilt():
+        if self._spoilt.arrived(self._pieces, self._step):
             return
         for piece, before in zip(self._pieces, given):
             piece.flat -= before
         _move([pair for piece in self._pieces for pair in zip(piece.params, piece.views)])
-
-    def _look_at_weights(self) -> None:
-        """Tells which rank's are no numbers: it cannot ask the others, who are at other steps."""
-        if self._watch is None:
-            return
-        for piece in self._pieces:
-            if name := first_odd(zip(piece.names, piece.params)):
-                where = f"{name} ({piece.name}) on rank {world().rank}"
-                warn(f"step {self._step}: NaN or Inf in {where}, which is about to be averaged")
 
     def _layout(self) -> tuple[int, int]:
         return 0, 0  # each rank is at a step of its own

@@ -15,8 +15,7 @@ from bagua.algorithms.answers import planned
 from bagua.common import joined
 from bagua.common.core import core
 from bagua.common.errors import UsageError
-from bagua.common.kinds import Average, Max
-from bagua.common.warn import warn
+from bagua.common.kinds import Average
 from bagua.common.world import world
 from bagua.torch import capture, kept, moments, ops
 from bagua.torch.agreement import check_hyperparameters, hyperparameters
@@ -26,17 +25,8 @@ from bagua.torch.driver import Driver
 from bagua.torch.names import Names
 from bagua.torch.own import is_own
 from bagua.torch.pieces import Named, Piece, land_all, pieces_of
-from bagua.torch.safety import (
-    NonFinite,
-    Seen,
-    alike,
-    checksum_of,
-    first_not_finite,
-    first_odd,
-    looks_at_all,
-    spoils,
-    warn_of_frozen,
-)
+from bagua.torch.safety import Seen, alike, checksum_of, warn_of_frozen
+from bagua.torch.spoilt import Spoilt
 from bagua.torch.standing import Standing
 
 Kept = dict[str, Sequence["torch.Tensor | None"]]
@@ -75,9 +65,7 @@ class BetweenSteps(Driver):
         self._came = False  # a checkpoint, with something for us or without
         self._begun = False
         self._seen = Seen()
-        self._watch = None
-        if looks_at_all():
-            self._watch = NonFinite(standing.process_set, standing.name("finite"))
+        self._spoilt = Spoilt(standing, self._skipped)
         self.refresh()
 
     # ---- called by the optimizer ---------------------------------------------------------------
@@ -89,7 +77,8 @@ class BetweenSteps(Driver):
         self.refresh()
         if not self._begun:
             self._begin()
-        self._look_at_gradients()
+        named = [(self._names[param], param) for param in self._all_params]  # its own, too
+        self.skips = self._spoilt.gradients(named, self._step)
 
     def equal_now(self) -> bool:
         """Whether all replicas are."""
@@ -133,7 +122,7 @@ class BetweenSteps(Driver):
         self.standing.check()
         with torch.no_grad():
             self._drain()
-            self._average(self._is_left_out())
+            self._average(self._spoilt.left_out(self.named(), self._step))
 
     def _average(self, left_out: bool) -> None:
         params = [param.data for piece in self._pieces for param in piece.params]
@@ -152,25 +141,6 @@ class BetweenSteps(Driver):
         self._settled += 1
         self._note(differ=False)
 
-    def _is_left_out(self) -> bool:
-        """Whether this rank's weights are no numbers, and do not count in an exact average.
-
-        Where nobody's are numbers all count.
-        """
-        found, finite = "", world().config.check_finite
-        if finite != "off":
-            found = first_odd(self.named())
-        skips = finite == "skip" and self._anybodys_are_numbers(not found)
-        if found:
-            left = "; that rank is left out" if skips else "; check_finite=skip leaves it out"
-            where = f"{found} on rank {world().rank}"
-            warn(f"step {self._step}: NaN or Inf in {where}, when all weights are averaged{left}")
-        return skips and bool(found)
-
-    def _anybodys_are_numbers(self, mine_are: bool) -> bool:
-        flag, name = torch.tensor([mine_are], dtype=torch.uint8), self.standing.name("numbers")
-        return bool(ops.allreduce(flag, name=name, op=Max, process_set=self._process_set))
-
     def _note(self, differ: bool) -> None:
         """For the end of the job: whether ranks may have different weights."""
         unsettled, key = world().unsettled, id(self._optimizer)
@@ -186,7 +156,7 @@ class BetweenSteps(Driver):
         named = [(self._names[param], param) for param in self._all_params if not is_own(param)]
         with torch.no_grad():
             self._drain()
-            left_out = self._is_left_out()
+            left_out = self._spoilt.left_out(self.named(), self._step)
             for _, param in named if left_out else ():
                 self._optimizer.state.pop(param, None)  # no numbers either; those of the others do
             name = self.standing.name("moments")
@@ -264,38 +234,6 @@ class BetweenSteps(Driver):
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
         return [pair for piece in self._pieces for pair in zip(piece.names, piece.params)]
-
-    def _look_at_gradients(self) -> None:
-        """Those that are no numbers stay with this rank, if it does not step."""
-        self.skips = False
-        if not looks_at_all():
-            return
-        named = [(self._names[param], param) for param in self._all_params]  # its own, too
-        found = first_not_finite(named)
-        self.skips = bool(found) and world().config.check_finite == "skip"
-        if found:
-            skipped = "; this rank keeps its weights" if self.skips else ""
-            where = f"{found} on rank {world().rank}"
-            warn(f"step {self._step}: NaN or Inf in {where}{skipped}")
-
-    def _is_spoilt(self) -> bool:
-        """Whether weights of any rank are no numbers, and all ranks skip the exchange therefore."""
-        if self._watch is None:
-            return False
-        for piece in self._pieces:
-            self._watch.look_at_values(piece.name, zip(piece.names, piece.params))
-        return self._tell(self._watch.agreed())
-
-    def _arrived_spoilt(self) -> bool:
-        """The same of what has arrived, where that is the same on all ranks."""
-        if self._watch is None:
-            return False
-        bad = [(piece.name, first_odd(zip(piece.names, piece.views))) for piece in self._pieces]
-        found = [f"{name} ({where}) after its exchange" for where, name in bad if name]
-        return self._tell(", ".join(found[:4]))
-
-    def _tell(self, found: str) -> bool:
-        return spoils(found, self._step, self._process_set, self._skipped)
 
     def _due(self) -> bool:
         """Whether the exchange belongs to the end of the step that was last."""

@@ -45,7 +45,7 @@ class Mixing(BetweenSteps):
         self._mixed = False
         if not self._due():
             return
-        if self._is_spoilt():
+        if self._spoilt.weights(self._pieces, self._step):
             self._mixed = True
             return
         if self._exchange.when == "forward":

@@ -54,7 +54,7 @@ class Outer(BetweenSteps):
         if not self._due():
             return
         self.rounds += 1
-        if self._is_spoilt():
+        if self._spoilt.weights(self._pieces, self._step):
             self._undo_round()
         elif self._exchange.when == "forward":
             self._overlap()
@@ -111,7 +111,7 @@ class Outer(BetweenSteps):
         lr, beta = self._exchange.outer_lr, self._exchange.outer_momentum
         self._launched = False
         land_all(self._pieces)
-        if self._arrived_spoilt():
+        if self._spoilt.arrived(self._pieces, self._step):
             return
         for number, (piece, common) in enumerate(zip(self._pieces, self._common)):
             common.sub_(piece.flat, alpha=lr)

@@ -189,8 +189,10 @@ def test_an_exact_average(everyone, hvd, monkeypatch, algorithm, finite, how):
         else:
             optimizer.set_algorithm("gradient_allreduce")
     mine = [word for word in words if "when all weights are averaged" in word]
-    assert len(mine) == (everyone.me == last)
-    assert all(f"NaN or Inf in odd on rank {last}" in word for word in mine)
+    # What is under way in the background may bring it before, unless that is skipped, too.
+    may_be_everybodys = algorithm.when == "background" and finite == "watch"
+    assert len(mine) == (everyone.me == last) or (may_be_everybodys and len(mine) == 1)
+    assert all(f"NaN or Inf in odd on rank {everyone.me}" in word for word in mine)
     left_out = finite == "skip" and everyone.size > 1
     assert all(("is left out" in word) == left_out for word in mine)
     kept = [state["exp_avg"] for state in adam.state.values()] if how == "hand over" else []
