@@ -97,6 +97,11 @@ class Algorithm:
         self._check_topk()
         if self.warmup_steps < 0 or self.warmup_steps != int(self.warmup_steps):
             raise UsageError(f"warmup_steps is a number of steps, not {self.warmup_steps}")
+        if self.what == "momentum" and self.warmup_steps < 1:
+            raise UsageError(
+                "what='momentum' needs a warm-up, in which the optimizer learns the variance: "
+                "warmup_steps=1 or more"
+            )
         self._exchange()
 
     def _check_topk(self) -> None:

@@ -28,5 +28,3 @@ class QAdam(Algorithm):
         super().__post_init__()
         if self.what != "momentum":
             raise UsageError(f"qadam is what='momentum'; for {self.what!r} give another algorithm")
-        if self.warmup_steps < 1:
-            raise UsageError("qadam needs a warm-up, warmup_steps=1 or more, to learn the variance")

@@ -52,7 +52,9 @@ class Checkpointed:
             return
         loaded = self._loaded
         plan, layout = self._plan, self._layout
-        loses = lost.something(layout.buckets)  # else it is of buckets, and little
+        # Else it is of buckets, and little.
+        had_lost = loaded is not None and any((loaded.get("lost") or {}).values())
+        loses = lost.something(layout.buckets) or had_lost
         mine, came = self._identity(), self._came
         takes = kept.agrees(loaded, came, mine, self._name, plan.process_set, warns=loses)
         self._loaded, self._came, self.due = None, False, False

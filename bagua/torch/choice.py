@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any, Optional, Union
 
 from bagua.algorithms import Algorithm, PerParameter, QAdam, find
@@ -30,7 +31,8 @@ def resolved(choice: Choice, optimizer: Any) -> Algorithm:
         if not isinstance(choice, str):
             raise UsageError(
                 f"warmup_steps is {found.warmup_steps} in {found!r} and {warmup} in the "
-                "optimizer; leave it out of the algorithm"
+                f"optimizer; give it to the optimizer, bagua.torch.QAdam(..., warmup_steps="
+                f"{found.warmup_steps}), and leave it out of the algorithm"
             )
         found = replace(found, warmup_steps=warmup)
     fold_of(optimizer, found)  # is an error now and not after a warm-up
@@ -59,15 +61,20 @@ def tell_what_is_overruled(by: Choice, chosen: Algorithm, process_set: ProcessSe
 def tell_what_matches_nothing(
     chosen: Algorithm, names: Iterable[str], process_set: ProcessSet
 ) -> None:
-    if not isinstance(chosen, PerParameter) or world().rank != process_set.ranks[0]:
+    if world().rank != process_set.ranks[0]:
         return
     names = list(names)
-    if unmatched := chosen.unmatched(names):
+    unmatched, what, else_ = [], "algorithm=", "what no pattern matches is averaged exactly"
+    if isinstance(chosen, PerParameter):
+        unmatched = chosen.unmatched(names)
+    elif chosen.exact is not None and not callable(chosen.exact):
+        unmatched = [p for p in chosen.exact if not any(fnmatchcase(name, p) for name in names)]
+        what, else_ = "exact=", f"what no pattern matches travels by {chosen.codec}"
+    if unmatched:
         more = ", ..." if len(names) > 3 else ""
         warn(
-            f"algorithm= has patterns that match no parameter: {', '.join(map(repr, unmatched))}. "
-            f"Names are those of named_parameters, here {', '.join(names[:3])}{more}; what no "
-            "pattern matches is averaged exactly"
+            f"{what} has patterns that match no parameter: {', '.join(map(repr, unmatched))}. "
+            f"Names are those of named_parameters, here {', '.join(names[:3])}{more}; {else_}"
         )
 
 

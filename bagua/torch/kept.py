@@ -26,8 +26,8 @@ def identity(
     """What it is of. Machines, by rank: what their ranks keep together belongs to the machine."""
     return {
         "algorithm": repr(algorithm),
-        "rank": process_set.rank(),
         "size": process_set.size(),
+        "rank": process_set.rank(),
         "machines": world().nodes(process_set) if algorithm.hierarchical else [],
         "parameters": list(names),
     }
@@ -52,10 +52,13 @@ def agrees(
     if state is not None:
         for what, value in mine.items():
             theirs = state["identity"].get(what, value)  # a layout is everybody's
-            if theirs != value and what == "parameters":
+            if theirs == value or problem:
+                continue
+            problem = f"it is of {what} {theirs}, this is {value}"
+            if what == "parameters":
                 problem = _unlike(theirs, value)
-            elif theirs != value:
-                problem = f"it is of {what} {theirs}, this is {value}"
+            elif what == "size":
+                problem = f"it is of {theirs} ranks, this is one of {value}"
         layout = state["layout"]
     everyone = gathered_if_any((problem, layout), came, name, process_set)
     if everyone is None:
@@ -65,13 +68,17 @@ def agrees(
     if all(theirs is None for _, theirs in everyone):
         return False
     problems = [text for text, _ in everyone if text]
+    size = process_set.size()
+    resized = state is not None and state["identity"].get("size", size) != size
+    remedy = "Let every rank save and load one of its own to go on in the same bits"
+    if resized:
+        remedy = "Where ranks have different weights, settle() before saving for another number"
     if any(theirs != layout for _, theirs in everyone):
         problems.append("ranks have checkpoints of different steps, or none")
     if problems and warns:
         warn(
             "what the algorithm had kept cannot be taken up from this checkpoint and begins anew"
-            f"{instead}: {problems[0]}. Let every rank save and load one of its own to go on in "
-            "the same bits",
+            f"{instead}: {problems[0]}. {remedy}",
         )
     return not problems
 

@@ -226,7 +226,7 @@ MISTAKES = {
     "outer step": (lambda: DiLoCo(what="weight"), "outer_lr=0.7 and outer_momentum=0.9 are for"),
     "interval": (lambda: AsyncModelAverage(when="step"), "with 'step', which counts steps"),
     "no momentum": (lambda: QAdam(what="grad"), "qadam is what='momentum'"),
-    "no warm-up": (lambda: QAdam(warmup_steps=0), "qadam needs a warm-up"),
+    "no warm-up": (lambda: QAdam(warmup_steps=0), "needs a warm-up"),
     "low rank": (lambda: PowerSGD(codec="minmax_u8"), "choose one"),
     "warm-up": (lambda: QAdam(warmup_steps=-1), "warmup_steps"),
     "pattern": (lambda: ByteGrad(exact="head.*"), "list of patterns"),

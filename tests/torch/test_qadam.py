@@ -274,7 +274,7 @@ def test_bad_arguments(hvd):
             hvd.QAdam([param], **options)
     sgd = torch.optim.SGD([param], lr=0.1)
     with pytest.raises(hvd.UsageError, match=r"use bagua\.torch\.QAdam"):
-        hvd.DistributedOptimizer(sgd, algorithm=Algorithm(what="momentum"))
+        hvd.DistributedOptimizer(sgd, algorithm=Algorithm(what="momentum", warmup_steps=1))
 
 
 def test_values_without_a_gradient_in_the_warm_up_are_not_lost(everyone, hvd):

@@ -160,5 +160,6 @@ def test_goes_on_on_another_number_of_ranks(resized, name):
         assert name in BETWEEN_STEPS or mine["apart"] == 0, "replicas are equal at every step"
         assert bool(mine["said"]) == KEEPS[name]
         for words in mine["said"]:
-            assert f"it is of size {before}, this is {after}" in words, f"rank {rank}"
+            assert f"it is of {before} ranks, this is one of {after}. " in words, f"rank {rank}"
+            assert "settle() before saving for another number" in words
             assert ("the first rank's weights" in words) == (name in BETWEEN_STEPS)
