@@ -159,12 +159,22 @@ class Algorithm:
             return bool(self.exact(name, shape))
         return any(fnmatchcase(name, pattern) for pattern in self.exact)
 
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """The patterns that none of these names matches."""
+        patterns = () if self.exact is None or callable(self.exact) else self.exact
+        return without_match(patterns, names)
+
     def _exchange(self) -> Exchange:
         mine = {field.name for field in fields(self)}
         chosen = {f.name: getattr(self, f.name) for f in fields(Exchange) if f.name in mine}
         if not self.when and self.what in TIMES:
             chosen["when"] = TIMES[self.what][0]
         return Exchange(**chosen)
+
+
+def without_match(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
+    names = list(names)
+    return [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
 
 
 def check_arguments(cls: type, arguments: Iterable[str]) -> None:

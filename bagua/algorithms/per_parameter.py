@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
-from bagua.algorithms.algorithm import Algorithm, find
+from bagua.algorithms.algorithm import Algorithm, find, without_match
 from bagua.common.errors import UsageError
 
 
@@ -39,9 +39,10 @@ class PerParameter(Algorithm):
         return Algorithm()
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
-        """The patterns that none of these names matches."""
+        """Also those of the algorithms that are chosen among."""
         names, choice = list(names), {} if callable(self.choice) else self.choice or {}
-        return [p for p in choice if not any(fnmatchcase(name, p) for name in names)]
+        theirs = [p for algorithm in choice.values() for p in algorithm.unmatched(names)]
+        return without_match(choice, names) + theirs
 
 
 def _of_gradients(algorithm: str | Algorithm) -> Algorithm:

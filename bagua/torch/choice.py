@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any, Optional, Union
 
 from bagua.algorithms import Algorithm, PerParameter, QAdam, find
@@ -61,20 +60,14 @@ def tell_what_is_overruled(by: Choice, chosen: Algorithm, process_set: ProcessSe
 def tell_what_matches_nothing(
     chosen: Algorithm, names: Iterable[str], process_set: ProcessSet
 ) -> None:
-    if world().rank != process_set.ranks[0]:
-        return
     names = list(names)
-    unmatched, what, else_ = [], "algorithm=", "what no pattern matches is averaged exactly"
-    if isinstance(chosen, PerParameter):
-        unmatched = chosen.unmatched(names)
-    elif chosen.exact is not None and not callable(chosen.exact):
-        unmatched = [p for p in chosen.exact if not any(fnmatchcase(name, p) for name in names)]
-        what, else_ = "exact=", f"what no pattern matches travels by {chosen.codec}"
-    if unmatched:
+    unmatched = chosen.unmatched(names)
+    if unmatched and world().rank == process_set.ranks[0]:
         more = ", ..." if len(names) > 3 else ""
         warn(
-            f"{what} has patterns that match no parameter: {', '.join(map(repr, unmatched))}. "
-            f"Names are those of named_parameters, here {', '.join(names[:3])}{more}; {else_}"
+            f"algorithm= has patterns that match no parameter: {', '.join(map(repr, unmatched))}. "
+            f"Names are those of named_parameters, here {', '.join(names[:3])}{more}; what no "
+            "pattern matches is averaged exactly, but travels coded where exact= has the pattern"
         )
 
 

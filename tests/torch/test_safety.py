@@ -386,13 +386,14 @@ def test_a_pattern_without_a_parameter_is_told(everyone, hvd):
 def test_a_pattern_of_exact_without_a_parameter_is_told(everyone, hvd):
     layer = nn.Linear(3, 40)
     sgd = torch.optim.SGD(layer.parameters(), lr=1.0)
-    chosen = Algorithm(codec="sign1", exact=["bias", "wieght"])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        hvd.DistributedOptimizer(sgd, layer.named_parameters(), algorithm=chosen)
-    told = [str(w.message) for w in caught if "match no parameter" in str(w.message)]
-    assert len(told) == (everyone.me == 0)
-    assert all("exact= has patterns" in text and "'wieght'. Names" in text for text in told)
+    coded = Algorithm(codec="sign1", exact=["bias", "wieght"])
+    for chosen in (coded, {"*": coded}):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            hvd.DistributedOptimizer(sgd, layer.named_parameters(), algorithm=chosen)
+        told = [str(w.message) for w in caught if "match no parameter" in str(w.message)]
+        assert len(told) == (everyone.me == 0)
+        assert all("parameter: 'wieght'. Names" in text for text in told)
 
 
 def test_what_a_plan_may_not_say(everyone, hvd):
