@@ -79,7 +79,7 @@ class Background(BetweenSteps):
         self._end(self._finish)
 
     def load_state(self, loaded: dict[str, Any] | None, step: int) -> None:
-        self._loaded, self._came, self._step, self._begun = loaded, True, step, False
+        self._expect(loaded, step)  # what is under way ends when all begin anew
 
     def _begin(self) -> None:
         self._land()

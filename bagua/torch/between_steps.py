@@ -61,8 +61,7 @@ class BetweenSteps(Driver):
         self._shared: Named = []  # those that are exchanged, in their order
         self._pieces: list[Piece] = []
         self._exchange = Exchange()
-        self._loaded: dict[str, Any] | None = None
-        self._came = False  # a checkpoint, with something for us or without
+        self._loaded = kept.Loaded()
         self._begun = False
         self._seen = Seen()
         self._spoilt = Spoilt(standing, self._skipped)
@@ -242,11 +241,11 @@ class BetweenSteps(Driver):
     @torch.no_grad()
     def _begin(self) -> None:
         """Before the first step and after loading: from here on the ranks know each other."""
-        loaded = self._loaded
+        loaded = self._loaded.state
         mine = kept.identity(self.algorithm, self._process_set, self._names_of_all())
         name = self.standing.name("load_state_dict")
         instead = f", from the first rank's {self._first_ranks}"
-        takes = kept.agrees(loaded, self._came, mine, name, self._process_set, instead=instead)
+        takes = self._loaded.agreed(mine, name, self._process_set, instead=instead)
         self._compare_rules()
         if takes and loaded is not None:
             _, self.rounds = loaded["layout"]
@@ -264,7 +263,8 @@ class BetweenSteps(Driver):
         frozen = [p for p in self._all_params if not (p.requires_grad or is_own(p))]
         named = [(self._names[param], param) for param in frozen]
         warn_of_frozen(named, self.standing.name("frozen"), self._process_set)
-        self._loaded, self._came, self._begun = None, False, True
+        self._loaded.take()
+        self._begun = True
 
     def _present(self) -> list[int]:
         """The ranks that have not joined."""
@@ -290,8 +290,8 @@ class BetweenSteps(Driver):
         }
 
     def state(self) -> dict[str, Any] | None:
-        if self._loaded is not None or not self._begun:
-            return self._loaded  # before it has begun there is nothing of its own
+        if self._loaded.state is not None or not self._begun:
+            return self._loaded.state  # before it has begun there is nothing of its own
         mine = kept.identity(self.algorithm, self._process_set, self._names_of_all())
         values = self._values(self._kept())
         return {"identity": mine, "layout": self._layout(), "values": values}
@@ -316,7 +316,11 @@ class BetweenSteps(Driver):
         """It is taken up before the next step, where all ranks are."""
         with contextlib.suppress(UsageError):  # of what is not used any more
             self._land()
-        self._loaded, self._came, self._step, self._begun = loaded, True, step, False
+        self._expect(loaded, step)
+
+    def _expect(self, loaded: dict[str, Any] | None, step: int) -> None:
+        self._loaded.come(loaded)
+        self._step, self._begun = step, False
 
     @property
     def state_due(self) -> bool:

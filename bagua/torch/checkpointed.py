@@ -18,8 +18,7 @@ class Checkpointed:
     def __init__(self, plan: Plan, layout: Layout) -> None:
         self._plan = plan
         self._layout = layout
-        self._loaded: dict[str, Any] | None = None
-        self._came = False  # a checkpoint, with something for us or without
+        self._loaded = kept.Loaded()
         # Whether ranks agree on what they have loaded, in the next exchange.
         self.due = self._keeps_something()
 
@@ -30,8 +29,8 @@ class Checkpointed:
         self.due = self._keeps_something()
 
     def state(self) -> dict[str, Any] | None:
-        if self._loaded is not None:
-            return self._loaded
+        if self._loaded.state is not None:
+            return self._loaded.state
         if not self._keeps_something():
             return None
         names = [[slot.name for slot in run] for run in self._layout.runs]
@@ -42,7 +41,7 @@ class Checkpointed:
         }
 
     def load(self, loaded: dict[str, Any] | None) -> None:
-        self._loaded, self._came = loaded, True
+        self._loaded.come(loaded)
         self.due = self._keeps_something()
 
     def take_up(self) -> None:
@@ -50,14 +49,14 @@ class Checkpointed:
         if not self.due:
             self._drop_loaded()
             return
-        loaded = self._loaded
-        plan, layout = self._plan, self._layout
+        layout, loaded = self._layout, self._loaded.state
         # Else it is of buckets, and little.
         had_lost = loaded is not None and any((loaded.get("lost") or {}).values())
         loses = lost.something(layout.buckets) or had_lost
-        mine, came = self._identity(), self._came
-        takes = kept.agrees(loaded, came, mine, self._name, plan.process_set, warns=loses)
-        self._loaded, self._came, self.due = None, False, False
+        group = self._plan.process_set
+        takes = self._loaded.agreed(self._identity(), self._name, group, warns=loses)
+        self._loaded.take()
+        self.due = False
         if takes and loaded is not None:
             _, learned, names = loaded["layout"]
             if learned:
@@ -77,7 +76,7 @@ class Checkpointed:
 
     def _drop_loaded(self) -> None:
         """Else another algorithm would take it up when it is long out of date."""
-        loaded, self._loaded, self._came = self._loaded, None, False
+        loaded = self._loaded.take()
         if loaded is not None and any((loaded.get("lost") or loaded.get("values") or {}).values()):
             warn(
                 f"this checkpoint has what {loaded['identity']['algorithm']} had kept, of which "

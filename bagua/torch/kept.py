@@ -19,6 +19,9 @@ from bagua.common.world import world
 
 KEY = "bagua"
 
+_OWN = "Let every rank save and load one of its own to go on in the same bits"
+_RESIZED = "Where ranks have different weights, settle() before saving for another number"
+
 
 def identity(
     algorithm: Algorithm, process_set: ProcessSet, names: Sequence[str]
@@ -33,60 +36,74 @@ def identity(
     }
 
 
-def agrees(
-    state: dict[str, Any] | None,
-    came: bool,
-    mine: dict[str, object],
-    name: str,
-    process_set: ProcessSet,
-    warns: bool = True,
-    instead: str = "",
-) -> bool | None:
-    """Whether all ranks can take up what they have loaded; warns if some have and cannot.
+class Loaded:
+    """What a checkpoint has brought this rank, until all take theirs up or begin anew."""
 
-    None if nothing `came` on any rank: what is kept goes on. Else it begins anew, also where a
-    checkpoint came that has none of it. Its `identity` must be mine, its `layout` the same on all
-    ranks. `instead` says how they begin.
-    """
-    problem, layout = "", None
-    if state is not None:
-        for what, value in mine.items():
-            theirs = state["identity"].get(what, value)  # a layout is everybody's
-            if theirs == value or problem:
-                continue
-            problem = f"it is of {what} {theirs}, this is {value}"
-            if what == "parameters":
-                problem = _unlike(theirs, value)
-            elif what == "size":
-                problem = f"it is of {theirs} ranks, this is one of {value}"
-        layout = state["layout"]
-    everyone = gathered_if_any((problem, layout), came, name, process_set)
-    if everyone is None:
-        everyone = [("a rank has joined already", layout)]
-    if not everyone:
-        return None
-    if all(theirs is None for _, theirs in everyone):
-        return False
-    problems = [text for text, _ in everyone if text]
-    size = process_set.size()
-    resized = state is not None and state["identity"].get("size", size) != size
-    remedy = "Let every rank save and load one of its own to go on in the same bits"
-    if resized:
-        remedy = "Where ranks have different weights, settle() before saving for another number"
-    if any(theirs != layout for _, theirs in everyone):
-        problems.append("ranks have checkpoints of different steps, or none")
-    if problems and warns:
-        warn(
-            "what the algorithm had kept cannot be taken up from this checkpoint and begins anew"
-            f"{instead}: {problems[0]}. {remedy}",
-        )
-    return not problems
+    def __init__(self) -> None:
+        self.state: dict[str, Any] | None = None
+        self._came = False  # a checkpoint, with something for us or without
+
+    def come(self, state: dict[str, Any] | None) -> None:
+        self.state, self._came = state, True
+
+    def take(self) -> dict[str, Any] | None:
+        """It is asked for no more."""
+        state, self.state, self._came = self.state, None, False
+        return state
+
+    def agreed(
+        self,
+        mine: dict[str, object],
+        name: str,
+        process_set: ProcessSet,
+        warns: bool = True,
+        instead: str = "",
+    ) -> bool | None:
+        """Whether all ranks can take it up; warns if some have any and cannot.
+
+        None if nothing came to any rank: what is kept goes on. Else it begins anew, also where a
+        checkpoint came that has none of it. Its `identity` must be mine, its `layout` the same on
+        all ranks. `instead` says how they begin.
+        """
+        state = self.state or {"identity": mine, "layout": None}
+        problem, layout = _problem(state["identity"], mine), state["layout"]
+        everyone = gathered_if_any((problem, layout), self._came, name, process_set)
+        if everyone is None:
+            everyone = [("a rank has joined already", layout)]
+        if not everyone:
+            return None
+        if all(theirs is None for _, theirs in everyone):
+            return False
+        problems = [text for text, _ in everyone if text]
+        if any(theirs != layout for _, theirs in everyone):
+            problems.append("ranks have checkpoints of different steps, or none")
+        if problems and warns:
+            size = process_set.size()
+            resized = state["identity"].get("size", size) != size
+            warn(
+                "what the algorithm had kept cannot be taken up from this checkpoint and begins "
+                f"anew{instead}: {problems[0]}. {_RESIZED if resized else _OWN}",
+            )
+        return not problems
 
 
 def is_of_other_ranks(state: dict[str, Any] | None, mine: dict[str, object]) -> bool:
     """Whether what all ranks have in common of it can be taken up, whoever they were."""
     same = ("algorithm", "parameters")
     return state is not None and all(state["identity"].get(what) == mine[what] for what in same)
+
+
+def _problem(theirs: dict[str, Any], mine: dict[str, object]) -> str:
+    """Why what is of one is of no use to the other; empty if it is."""
+    unlike = [what for what in mine if theirs.get(what, mine[what]) != mine[what]]
+    if not unlike:
+        return ""  # a layout is everybody's, and has no rank
+    what = unlike[0]
+    if what == "parameters":
+        return _unlike(theirs[what], mine[what])
+    if what == "size":
+        return f"it is of {theirs[what]} ranks, this is one of {mine[what]}"
+    return f"it is of {what} {theirs[what]}, this is {mine[what]}"
 
 
 def _unlike(theirs: Any, mine: Any) -> str:
