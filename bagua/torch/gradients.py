@@ -109,6 +109,7 @@ class Gradients(Driver):
         self._sharing = Sharing(self.layout)
         self.failures = 0  # of passes, so far
         self._folded: list[int] | None = None  # versions of momentum that was exchanged
+        self._told_what_stays = False
         self.refresh()
         self._checkpointed = Checkpointed(self._plan, self.layout)
         self._shipment = Shipment(self._plan, self.layout, loose, self._checkpointed, self._watch)
@@ -334,7 +335,7 @@ class Gradients(Driver):
 
     def zeroed(self) -> None:
         """There are no gradients any more, so there are none to exchange before a step."""
-        if self._sharing.done and self.remembers:
+        if self._sharing.done and self.remembers and not self._told_what_stays:
             self._tell_what_stays()
         self._folded = None
         self._sharing.zeroed()
@@ -345,6 +346,7 @@ class Gradients(Driver):
         """Of gradients that are thrown away; those that are no numbers leave nothing."""
         named = [(name, param) for name, param in self.named() if param.grad is not None]
         if named and not first_not_finite(named):
+            self._told_what_stays = True  # it has the host look
             warn(
                 "gradients that ranks have exchanged are thrown away, but what encoding lost of "
                 f"them, by {self.algorithm!r}, is added to the next ones. Where the loss of "

@@ -77,7 +77,6 @@ class DistributedOptimizer(Replicated):
         check_predivide(gradient_predivide_factor, op)
         num_groups, groups = checked_groups(num_groups, groups)
         alone.somebody_wrapped()
-        self._skip_synchronize = False
         of_gradients = {
             "compression": compressor(compression, ("compress", "custom", "wire_dtype")),
             "op": op,
@@ -88,9 +87,9 @@ class DistributedOptimizer(Replicated):
         }
         passes = checked_passes(backward_passes_per_step)
         super().__init__(optimizer, named_parameters, of_gradients, passes, process_set, algorithm)
+        self._skip_synchronize = False
         self._take_over()
         joined.note(self)
-        self.set_backward_passes_per_step(backward_passes_per_step)
 
     def _take_over(self) -> None:
         """From who wrapped the same optimizer before, and may be kept, as by an error it raised.
