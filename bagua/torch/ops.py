@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from bagua.common import handle as handles
 from bagua.common import joined
 from bagua.common.errors import UsageError
-from bagua.common.handle import Handle
+from bagua.common.handle import Handle, poll, synchronize
 from bagua.common.kinds import Kind, ReduceOp, Urgency
 from bagua.common.operations import Operations
 from bagua.common.process_set import ProcessSet, global_process_set
@@ -250,33 +249,32 @@ def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
 
 _operations = TorchOperations(TorchArrays())
 
+# Not what does not block: of many small tensors this would be a third of the time.
 allreduce = uncompiled(_operations.allreduce)
 allreduce_ = uncompiled(_operations.allreduce_)
-allreduce_async = uncompiled(_operations.allreduce_async)
-allreduce_async_ = uncompiled(_operations.allreduce_async_)
+allreduce_async = _operations.allreduce_async
+allreduce_async_ = _operations.allreduce_async_
 grouped_allreduce = uncompiled(_operations.grouped_allreduce)
 grouped_allreduce_ = uncompiled(_operations.grouped_allreduce_)
-grouped_allreduce_async = uncompiled(_operations.grouped_allreduce_async)
-grouped_allreduce_async_ = uncompiled(_operations.grouped_allreduce_async_)
-sparse_allreduce_async = uncompiled(_operations.sparse_allreduce_async)
+grouped_allreduce_async = _operations.grouped_allreduce_async
+grouped_allreduce_async_ = _operations.grouped_allreduce_async_
+sparse_allreduce_async = _operations.sparse_allreduce_async
 allgather = uncompiled(_operations.allgather)
-allgather_async = uncompiled(_operations.allgather_async)
+allgather_async = _operations.allgather_async
 allgather_with_rows = uncompiled(_operations.allgather_with_rows)
 grouped_allgather = uncompiled(_operations.grouped_allgather)
-grouped_allgather_async = uncompiled(_operations.grouped_allgather_async)
+grouped_allgather_async = _operations.grouped_allgather_async
 broadcast = uncompiled(_operations.broadcast)
 broadcast_ = uncompiled(_operations.broadcast_)
-broadcast_async = uncompiled(_operations.broadcast_async)
-broadcast_async_ = uncompiled(_operations.broadcast_async_)
+broadcast_async = _operations.broadcast_async
+broadcast_async_ = _operations.broadcast_async_
 grouped_broadcast_ = uncompiled(_operations.grouped_broadcast_)
 alltoall = uncompiled(_operations.alltoall)
-alltoall_async = uncompiled(_operations.alltoall_async)
+alltoall_async = _operations.alltoall_async
 reducescatter = uncompiled(_operations.reducescatter)
-reducescatter_async = uncompiled(_operations.reducescatter_async)
+reducescatter_async = _operations.reducescatter_async
 grouped_reducescatter = uncompiled(_operations.grouped_reducescatter)
-grouped_reducescatter_async = uncompiled(_operations.grouped_reducescatter_async)
-refuse = uncompiled(_operations.refuse)
-poll = uncompiled(handles.poll)
-synchronize = uncompiled(handles.synchronize)
+grouped_reducescatter_async = _operations.grouped_reducescatter_async
+refuse = _operations.refuse
 
 __all__ = ["TorchOperations", "join", "poll", "synchronize"]

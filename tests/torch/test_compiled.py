@@ -91,9 +91,8 @@ def test_training_by_averages_in_the_background(everyone, hvd):
 def test_operations(everyone, hvd):
     @torch.compile(backend="eager")
     def compute(x):
-        handle = hvd.allreduce_async(x * 2, op=hvd.Sum, name="double")
         gathered = hvd.allgather(x + 1)
-        return hvd.synchronize(handle) + gathered.sum()
+        return hvd.allreduce(x * 2, op=hvd.Sum) + gathered.sum()
 
     ranks = torch.arange(everyone.size).float()
     x = torch.full((3,), float(everyone.me), requires_grad=True)
@@ -103,3 +102,17 @@ def test_operations(everyone, hvd):
         hvd.allreduce(torch.compile(torch.sin, backend="eager")(x), op=hvd.Sum).sum().backward()
     assert torch.equal(result, (2 * ranks.sum() + 3 * (ranks + 1).sum()).expand(3))
     torch.testing.assert_close(x.grad, x.detach().cos() * everyone.size)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
+def test_asynchronous_operations(everyone, hvd):
+    """Dynamo says that it does not look into them."""
+
+    @torch.compile(backend="eager")
+    def compute(x):
+        handle = hvd.allreduce_async(x * 2, op=hvd.Sum, name="double")
+        return x + 1, hvd.synchronize(handle)
+
+    mine, total = compute(torch.full((3,), float(everyone.me)))
+    assert (mine == everyone.me + 1).all()
+    assert (total == everyone.size * (everyone.size - 1)).all()
