@@ -25,7 +25,9 @@ IN_SIGHT_LINES = 15  # that others have said since
 STDOUT, STDERR = "stdout", "stderr"
 MPIRUN = -1  # the "rank" of what mpirun itself says
 
-_LIVE_AFTER_S = 0.05  # an unfinished line without a carriage return waits so long for its end
+# An unfinished line without a carriage return waits so long for its end: on a terminal somebody
+# looks at a prompt; elsewhere it would stand there twice if another rank's line comes between.
+_LIVE_AFTER_S, _LIVE_IN_LOG_AFTER_S = 0.05, 1.0
 _LONGEST_LINE = 1 << 20
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _ERASE = b"\r\x1b[K"
@@ -118,7 +120,8 @@ class Stream:
         """Show what is unfinished and has waited long enough; True while something still waits."""
         if not self._pending and not self.tracebacks.holds:
             return False
-        if time.monotonic() - self._since < _LIVE_AFTER_S:
+        patience_s = _LIVE_AFTER_S if self.screen.is_tty else _LIVE_IN_LOG_AFTER_S
+        if time.monotonic() - self._since < patience_s:
             return True
         self._show_held()
         if self._pending:

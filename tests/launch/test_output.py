@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from bagua.launch import output
 from bagua.launch.output import STDERR, STDOUT, Output, Screen
 from bagua.launch.tracebacks import Tracebacks
 
@@ -85,6 +86,20 @@ def test_a_prompt_shows_after_a_moment_and_goes_on():
     assert written.take() == b"[0] name> "
     written.feed(0, b"bob\n")
     assert written.take() == b"bob\n"
+
+
+@pytest.mark.parametrize("is_tty", [False, True])
+def test_a_log_has_the_patience_for_the_end_of_a_line(monkeypatch, is_tty):
+    """A rank that is slow to write it, beside one whose line comes between."""
+    now = [0.0]
+    monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
+    written = Written(is_tty)
+    written.feed(0, b"7")
+    now[0] = 0.5
+    assert written.output.show_waiting() != is_tty
+    written.feed(1, b"7\n")
+    written.feed(0, b"\n")
+    assert is_tty or written.take() == b"[1] 7\n[0] 7\n"
 
 
 def test_unfinished_lines_end_with_the_job():
