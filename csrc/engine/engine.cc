@@ -64,8 +64,9 @@ bool Engine::wait(const Handle& handle, double timeout_s, const Interrupted& int
     const Door::Wait how = door_.wait(handle, deadline_s, interrupted);
     if (how != Door::Wait::kDrive) return how == Door::Wait::kDone;
     drive(&handle, deadline_s);
+    // For what a device is at, it is enough that the coordination thread looks from time to time.
     door_.hand_on(/*more=*/agreement_.has_decisions() || agreement_.anything_open() ||
-                  runner_.on_device() || agreement_.has_background());
+                  agreement_.has_background() || (!watchful_ && runner_.on_device()));
   }
 }
 
@@ -84,11 +85,11 @@ void Engine::coordinate() {
     const bool through = stopping && stopped();
     const bool left = agreement_.has_left(at_.rank);
     const NcclExchange* nccl = runner_.nccl();
-    const bool watchful =
+    watchful_ =
         agreement_.anything_open() || runner_.on_device() || stopping ||
         (nccl && nccl->has_left()) ||
         (agreement_.ledger() && (agreement_.ledger()->any_open() || watch_.is_asked()));
-    doze_us = watchful ? (stopping && !left && nccl ? kEndUs : kTickUs) : -1;
+    doze_us = watchful_ ? (stopping && !left && nccl ? kEndUs : kTickUs) : -1;
     // The wake-up of what came after the last look was perhaps read by that look.
     const bool background = agreement_.has_background() && !failure();
     if (through) at_.channel->close();

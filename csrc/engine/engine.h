@@ -99,6 +99,7 @@ class Engine {
   // Of who drives.
   Patience patience_;  // of a caller, until something is agreed
   double heard_s_ = 0;
+  bool watchful_ = false;  // the coordination thread looks from time to time
   double all_left_s_ = 0;  // rank 0
   std::vector<Message> inbox_;
 

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -106,8 +107,10 @@ class Handle {
 
   // Of tensors on a device: what is given to the stream from now on finds the results. Once there
   // are values.
-  void make_follow(Device::Stream stream) const {
-    if (device_) device_->follow(stream, end_);
+  void make_follow(Device::Stream stream) {
+    if (!device_) return;
+    if (followed_ != stream) device_->follow(stream, end_);
+    followed_ = stream;
     for (const Output& output : outputs)
       if (output.user) *output.user = stream;
   }
@@ -144,6 +147,7 @@ class Handle {
   Device::Mark end_;
   bool may_fail_ = false;
   Device::Stream began_on_ = nullptr;
+  std::optional<Device::Stream> followed_;  // by the last that was made to
   std::shared_ptr<void> keepalive_;  // of memory on the device, while results are on their way
   std::atomic<bool> done_{false};
   std::atomic<bool> has_values_{false};

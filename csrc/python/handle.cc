@@ -59,7 +59,7 @@ void wait_until(WaitSlice&& wait_slice) {
 }
 
 // What the caller's stream is given next finds the results.
-void follow(const Handle& handle) {
+void follow(Handle& handle) {
   if (handle.device()) handle.make_follow(current_stream(*handle.device()));
 }
 
