@@ -85,10 +85,9 @@ void Engine::coordinate() {
     const bool through = stopping && stopped();
     const bool left = agreement_.has_left(at_.rank);
     const NcclExchange* nccl = runner_.nccl();
-    watchful_ =
-        agreement_.anything_open() || runner_.on_device() || stopping ||
-        (nccl && nccl->has_left()) ||
-        (agreement_.ledger() && (agreement_.ledger()->any_open() || watch_.is_asked()));
+    watchful_ = agreement_.anything_open() || runner_.on_device() || stopping ||
+                (nccl && nccl->has_left()) ||
+                (agreement_.ledger() && (agreement_.ledger()->any_open() || watch_.is_asked()));
     doze_us = watchful_ ? (stopping && !left && nccl ? kEndUs : kTickUs) : -1;
     // The wake-up of what came after the last look was perhaps read by that look.
     const bool background = agreement_.has_background() && !failure();
