@@ -56,6 +56,8 @@ FailurePtr Door::failure() const {
 HandlePtr Door::submit(RequestPtr request, Urgency urgency) {
   refuse_in_child();
   const std::string problem = refuse(*request);
+  if (request->device && request->starts.empty() && request->refusal.empty())
+    throw InternalError(request->label() + " does not say from when on its values are there");
   for (const Device::Mark& start : request->starts)
     request->description.captured |= request->device->captured(start);
   HandlePtr handle = request->handle;

@@ -85,8 +85,8 @@ void Engine::coordinate() {
     const bool through = stopping && stopped();
     const bool left = agreement_.has_left(at_.rank);
     const NcclExchange* nccl = runner_.nccl();
-    watchful_ = agreement_.anything_open() || runner_.on_device() || stopping ||
-                (nccl && nccl->has_left()) ||
+    watchful_ = agreement_.anything_open() || runner_.on_device() || runner_.captures() ||
+                stopping || (nccl && nccl->has_left()) ||
                 (agreement_.ledger() && (agreement_.ledger()->any_open() || watch_.is_asked()));
     doze_us = watchful_ ? (stopping && !left && nccl ? kEndUs : kTickUs) : -1;
     // The wake-up of what came after the last look was perhaps read by that look.
@@ -210,7 +210,12 @@ FailurePtr Engine::verdict_on(FailurePtr failure) {
 
 void Engine::poison(FailurePtr failure) {
   if (!door_.fail(failure)) return;
-  at_.log.write(LogLevel::kInfo, "engine failed: " + failure->what);
+  if (runner_.captures()) {  // whose owner may replay them for long without asking
+    at_.log.write(LogLevel::kWarning,
+                  failure->what + "; CUDA graphs with exchanges in them exchange nothing any more");
+  } else {
+    at_.log.write(LogLevel::kInfo, "engine failed: " + failure->what);
+  }
   // Who has heard of it from another rank tells the same; else it is this one's own.
   const bool mine = failure->kind != ErrorKind::kPeer;
   const std::string what =

@@ -53,6 +53,8 @@ class NcclExchange {
 
   // Whether something is still under way on the device.
   bool under_way() const noexcept;
+  // Whether there are graphs that may do what they captured at any time.
+  bool captures() const { return captured_ != nullptr; }
   // When the last of it was given.
   double given_s() const { return given_s_; }
   // Throws a PeerError if NCCL has noticed a failure.

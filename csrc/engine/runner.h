@@ -54,6 +54,7 @@ class Runner {
 
   // What is done for the engine, but not for the devices.
   bool on_device() const { return nccl_ && nccl_->under_way(); }
+  bool captures() const { return nccl_ && nccl_->captures(); }
   const NcclExchange* nccl() const { return nccl_.get(); }  // null until there is something for it
   // Frees what nothing needs any more; between exchanges.
   void tidy();

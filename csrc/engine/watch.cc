@@ -73,14 +73,15 @@ void Watch::tick() {
   if (now - ticked_s_ < 0.5) return;
   ticked_s_ = now;
   if (agreement_.anything_open() && !runner_.in_exchange()) at_.transport->progress();
-  const bool waiting =
-      (agreement_.anything_open() || runner_.on_device()) && now - agreement_.open_since_s() > 1;
+  const bool open = agreement_.anything_open() || runner_.on_device();
+  const bool waiting = (open && now - agreement_.open_since_s() > 1) || runner_.captures();
   const int silent = liveness_.tick(now, waiting || leaving());
   if (silent >= 0)
     lose(silent, "has not answered for " + seconds(at_.config.peer_timeout_s) +
                      ": stopped, or its machine is overloaded or unreachable (peer_timeout_s)");
   if (agreement_.ledger()) look_for_stalls(now);
   if (leaving()) agreement_.ledger() ? look_for_stragglers(now) : look_for_carried(now);
+  if (runner_.captures()) runner_.check_device();
   if (runner_.on_device()) look_at_device(now);
   const bool idle = !runner_.in_exchange() && !agreement_.anything_open() && !runner_.on_device();
   if (idle && !leaving()) runner_.tidy();

@@ -105,6 +105,22 @@ PyObject* holders(PyObject*, PyObject* param) {
   });
 }
 
+// Whoever brought gradients goes on when the caller's stream has come this far.
+Device::Mark mark_part(Bucket& bucket, Device::Stream stream) {
+  const Device::Mark mark = bucket.device()->mark(stream);
+  bucket.part(mark);
+  return mark;
+}
+
+// part(bucket): the same, for who exchanges what it has made of the gradients.
+PyObject* part(PyObject*, PyObject* of) {
+  return guarded([&] {
+    const auto bucket = py::cast<std::shared_ptr<Bucket>>(py::handle(of));
+    if (bucket->device()) mark_part(*bucket, current_stream(*bucket->device()));
+    return new_ref(Py_None);
+  });
+}
+
 PyObject* start(const py::handle& of, Urgency urgency, const std::vector<Bucket::Place>& places,
                 const py::list& owners) {
   const auto bucket = py::cast<std::shared_ptr<Bucket>>(of);
@@ -113,8 +129,7 @@ PyObject* start(const py::handle& of, Urgency urgency, const std::vector<Bucket:
   Device::Stream stream = nullptr;
   if (Device* device = bucket->device()) {
     stream = current_stream(*device);
-    starts = {device->mark(stream)};
-    bucket->part(starts[0]);
+    starts = {mark_part(*bucket, stream)};
   }
   HandlePtr handle = bucket->launch(urgency, places, std::move(owner), std::move(starts));
   handle->began_on(stream);
@@ -190,6 +205,7 @@ PyMethodDef functions[] = {
      "Copies those, or says which to copy, into the arena."},
     {"strays", as_method(strays), METH_FASTCALL, "Gradients that may be where others belong."},
     {"holders", holders, METH_O, "How many hold a parameter's gradient, in Python and in torch."},
+    {"part", part, METH_O, "Lets streams that brought gradients go on."},
     {"launch", as_method(launch), METH_FASTCALL, "Starts the exchange of a bucket."},
     {"launch_lent", as_method(launch_lent), METH_FASTCALL,
      "Starts the exchange of a bucket, with large tensors where they are."},

@@ -149,6 +149,36 @@ TEST(Captured, IsRefusedWhereItCannotBe) {
   }
 }
 
+// The program asks for nothing, and its device waits for the other's.
+TEST(Captured, AReplayEndsWhenAPeerFallsSilent) {
+  Config impatient = quiet_config();
+  impatient.peer_timeout_s = 0.5;
+  GpuWorld world(2, /*has_nccl=*/true, impatient);
+  std::atomic<bool> over{false};
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
+    std::vector<float>& values = gpu.lasting(1000);
+    gpu.compute(values, 1);
+    gpu.exchange(engine, allreduce_of("x", values), values);
+    Step step;
+    const auto submit = [&] { return gpu.submit(engine, allreduce_of("x", values)); };
+    const Graph graph = capture(gpu, [&] { step.give(gpu, engine, values, submit); });
+    step.in = values;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1200));  // nobody has anything to do
+    if (rank == 1) {
+      world.ranks.board.freeze(rank, true);
+      while (!over) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      world.ranks.board.freeze(rank, false);
+    } else {
+      gpu.device.replay(gpu.stream, graph);
+      const FailurePtr failure = wait_for_failure(engine);
+      over = true;
+      ASSERT_TRUE(failure);
+      EXPECT_CONTAINS(failure->what, "rank 1 (host h1) has not answered");
+      gpu.device.drain(gpu.stream);
+    }
+  });
+}
+
 // NCCL would wait for the graph, and the end of a process must not.
 TEST(Captured, EndsWithTheProcess) {
   const int before = FakeNccl::finalized();
