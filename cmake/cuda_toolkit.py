@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -20,15 +21,17 @@ WHEELS = [
 
 
 def toolkit() -> Path | None:
-    """The CUDA toolkit to build with: that of nvcc on PATH or in CUDA_HOME, or the wheels.
+    """The CUDA toolkit to build with: that of nvcc in CUDA_HOME or on PATH, or the wheels.
 
     Versions before 12 are as good as none.
     """
     if wanted() == "0":
         return None
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    nvcc = shutil.which("nvcc", path=f"{named}/bin") if named else shutil.which("nvcc")
-    if nvcc and cuda_version(nvcc) >= 12:
+    for folders in (f"{named}/bin" if named else "", os.environ.get("PATH", os.defpath)):
+        nvcc = shutil.which("nvcc", path=folders)
+        if not nvcc or cuda_version(nvcc) < 12:
+            continue
         # It may be a script that calls another.
         lines = subprocess.run(
             [nvcc, "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True
@@ -51,14 +54,17 @@ def cuda_version(nvcc: str) -> int:
 
 
 def wanted() -> str:
-    text = os.environ.get("BAGUA_CUDA", "auto")
+    text = os.environ.get("BAGUA_CUDA") or "auto"
     if text not in ("0", "1", "auto"):
         raise SystemExit(f"BAGUA_CUDA={text}: it is 0, 1 or auto, which builds for GPUs if it can")
     return text
 
 
+FIRST_DRIVER = 580  # that runs what the wheels compile
+
+
 def driver_version() -> int:
-    """The first number of NVIDIA's; CUDA 13 needs 580. 0: there is none."""
+    """The first number of NVIDIA's. 0: there is none."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
@@ -69,8 +75,20 @@ def driver_version() -> int:
 
 def missing_wheels() -> list[str]:
     """Where there is no nvcc it comes from PyPI, if it is wanted or there is a GPU to use it on."""
-    wants = wanted() == "1" or (wanted() == "auto" and driver_version() >= 580)
-    return WHEELS if wants and toolkit() is None else []
+    if wanted() == "0" or toolkit() is not None:
+        return []
+    driver = driver_version()
+    if 0 < driver < FIRST_DRIVER:
+        why = (
+            f"there is no nvcc of CUDA 12 or newer, and the driver here, {driver}, does not run "
+            f"what PyPI's compiles, which takes {FIRST_DRIVER}: set CUDA_HOME to a toolkit of CUDA "
+            "12, or update the driver"
+        )
+        if wanted() == "1":
+            raise SystemExit(f"BAGUA_CUDA=1, but {why}")
+        print(f"bagua is built without GPUs: {why}", file=sys.stderr)
+        return []
+    return WHEELS if wanted() == "1" or driver else []
 
 
 def checked_toolkit() -> Path | None:

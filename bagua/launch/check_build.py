@@ -31,8 +31,7 @@ def report(mpirun: str = "") -> tuple[str, bool]:
         lines += [
             "",
             "GPU:",
-            _gpu("CUDA", build.get("cuda", "")),
-            _gpu("NCCL", build.get("nccl", "")),
+            _cuda_item(build.get("cuda", "")),
         ]
     lines += [
         "",
@@ -102,16 +101,17 @@ def _gpu_items(cuda: str, devices: str, nccl: str, has_driver: bool) -> list[str
     if not has_gpu and not has_driver:
         devices = "no cuda device, and no driver of NVIDIA's"
     if not has_nccl and has_gpu:
-        extra = "cuda" if cuda.startswith("12.") else "cuda13"
-        nccl = f"{nccl.partition('; pip install')[0]}; pip install '.[{extra}]' brings one"
+        wheel = "nvidia-nccl-cu12" if cuda.startswith("12.") else "nvidia-nccl-cu13"
+        nccl = f"{nccl.partition('; pip install')[0]}; pip install {wheel} brings one"
     elif not has_nccl:
         nccl = "not needed without a GPU"
     return [_item("GPU", has_gpu, devices), _item("NCCL", has_nccl, nccl)]
 
 
-def _gpu(name: str, state: str) -> str:
-    present = bool(state) and not state.lower().startswith(("no", "not"))
-    return _item(name, present, state or "not built")
+def _cuda_item(version: str) -> str:
+    if not version or version.startswith("not"):
+        return _item("CUDA", False, "not built; for GPUs install again with BAGUA_CUDA=1")
+    return _item("CUDA", True, f"{version}, for GPUs of compute capability 8.0 and newer")
 
 
 def _item(name: str, present: bool, detail: str = "") -> str:

@@ -26,6 +26,9 @@ _ALIASES = {
 }
 
 
+# What nobody calls a program, but may write after a switch.
+_ANSWERS = ("true", "false", "yes", "no", "on", "off", "1", "0")
+
 # What says what to do with a command line, rather than how to start a job.
 _LINE_ONLY = ("--config-file", "-v", "--version", "-h", "--help")
 
@@ -101,9 +104,20 @@ def _split(arguments: Sequence[str], takes_value: dict[str, bool]) -> tuple[list
             if position == len(arguments):
                 raise UsageError(f"flag {name} needs a value")
             word = f"{name}={arguments[position]}"
+        elif not equals and position + 1 < len(arguments):
+            _refuse_answer(name, arguments[position + 1])
         flags.append(word)
         position += 1
     return flags, list(arguments[position:])
+
+
+def _refuse_answer(switch: str, next_word: str) -> None:
+    if next_word in _ANSWERS:
+        raise UsageError(
+            f"{switch} {next_word}: what follows {switch} would be the program; a setting that is "
+            f"on or off is told {switch}=false, and other switches are told nothing (a program "
+            f"called {next_word} comes after --)"
+        )
 
 
 class _Parser(argparse.ArgumentParser):

@@ -321,6 +321,14 @@ def _take_gpu() -> None:
             visible = ",".join(map(str, range(len(os.listdir("/proc/driver/nvidia/gpus")))))
     gpus = [gpu for gpu in (visible or "").split(",") if gpu]
     place = next((os.environ[n] for n in _LOCAL_RANK_VARIABLES if n in os.environ), "")
+    ranks = next((os.environ[n] for n in _LOCAL_SIZE_VARIABLES if n in os.environ), "1")
+    problem = ""
+    if not gpus:
+        problem = f"there are no GPUs here that {GPUS} or NVIDIA's driver would tell of"
+    elif ranks.isdigit() and int(ranks) > len(gpus):
+        problem = f"{ranks} ranks here have to share {len(gpus)}"
+    if problem and place in ("", "0"):
+        print(f"bagua-run: --own-gpu on {socket.gethostname()}: {problem}", file=sys.stderr)
     if gpus and place.isdigit():
         os.environ[GPUS] = gpus[int(place) % len(gpus)]
 

@@ -1,6 +1,6 @@
 """In a step the host does not wait for the GPU: torch tells of its own waits, a trace of all.
 
-Not even by staging: there it looks from time to time whether a copy has come.
+Nor does torch by staging: there the engine looks from time to time whether a copy has come.
 """
 
 import contextlib

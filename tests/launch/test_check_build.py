@@ -23,9 +23,12 @@ LOST = "no NCCL: libnccl.so.2: cannot open; pip install 'bagua[cuda]', for CUDA 
         (("13.0", OLD, LOST, True), [f"[ ] GPU: {OLD}", "[ ] NCCL: not needed without a GPU"]),
         (
             ("13.0", "1 x H100", LOST, True),
-            ["[X] GPU: 1 x", "cannot open; pip install '.[cuda13]'"],
+            ["[X] GPU: 1 x", "cannot open; pip install nvidia-nccl-cu13"],
         ),
-        (("12.8", "1 x H100", LOST, True), ["[X] GPU: 1 x", "cannot open; pip install '.[cuda]'"]),
+        (
+            ("12.8", "1 x H100", LOST, True),
+            ["[X] GPU: 1 x", "cannot open; pip install nvidia-nccl-cu12"],
+        ),
         (("13.0", "1 x H100", "2.27.3", True), ["[X] GPU: 1 x", "[X] NCCL: 2.27.3"]),
     ],
 )

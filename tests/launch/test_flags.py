@@ -53,7 +53,7 @@ def test_every_setting_is_a_flag():
             assert parse_command_line([no, "x"]).settings == {setting.name: "false"}
             told = parse_command_line([f"{name}=false", "x"])
             assert (told.settings, told.command) == ({setting.name: "false"}, ["x"])
-            assert parse_command_line([name, "false"]).command == ["false"]
+            assert parse_command_line([name, "--", "false"]).command == ["false"]
         else:
             text = str(setting.default)
             assert parse_command_line([name, text, "x"]).settings == {setting.name: text}
@@ -102,6 +102,8 @@ def test_flags_of_missing_features_are_refused(flag, has_value, why):
         (["--fusion-mb", "-3", "x"], "flag --fusion-mb: '-3' is not allowed"),
         (["--allreduce", "rings", "x"], "did you mean 'ring'?"),
         (["--bind-to", "heap", "x"], "heap"),
+        (["--nccl", "false", "x"], "a setting that is on or off is told --nccl=false"),
+        (["-np", "2", "--own-gpu", "yes", "x"], "what follows --own-gpu would be the program"),
         (["--inline-drive=flase", "x"], "flag --inline-drive: 'flase' is not allowed"),
     ],
 )

@@ -75,7 +75,7 @@ def test_the_mpirun_beside_this_python_is_preferred(tmp_path, monkeypatch):
         find_mpirun("nompirun")
 
 
-LINE = "-np 3 -H localhost:4 --bind-to socket -x A=1 -p 22 --mpi-args=--extra true"
+LINE = "-np 3 -H localhost:4 --bind-to socket -x A=1 -p 22 --mpi-args=--extra -- true"
 GOLDEN = {
     "Open MPI 5": "-np 3 -H localhost:4 --bind-to package:overload-allowed"
     " --prtemca plm_ssh_args -p 22 -x A=1 --extra",
@@ -106,11 +106,11 @@ def test_root_is_allowed_and_noted_when_verbose(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert "--allow-run-as-root" in words("-np 2 true")
     assert plan("-np 2 true").notes == []
-    assert "running as root" in plan("-np 2 --verbose true").notes[0]
+    assert "running as root" in plan("-np 2 --verbose -- true").notes[0]
 
 
 def test_settings_travel_as_variables():
-    assert words("-np 2 --fusion-mb 3 --no-inline-drive true") == (
+    assert words("-np 2 --fusion-mb 3 --no-inline-drive -- true") == (
         "-np 2 --bind-to none -x BAGUA_FUSION_MB=3 -x BAGUA_INLINE_DRIVE=false"
     )
 
@@ -130,11 +130,11 @@ def test_other_hosts_get_the_environment_but_what_belongs_here(monkeypatch):
 
 
 def test_fault_tolerance_where_there_is_any():
-    assert "--with-ft ulfm" in words("-np 2 --fault-tolerant true")
-    tolerant = plan("-np 2 --fault-tolerant true").command
+    assert "--with-ft ulfm" in words("-np 2 --fault-tolerant -- true")
+    tolerant = plan("-np 2 --fault-tolerant -- true").command
     assert tolerant[-4:] == ["--fault-tolerant", *SUGGESTED, "true"]
     with pytest.raises(UsageError, match="Open MPI 4"):
-        plan("-np 2 --fault-tolerant true", "Open MPI 4")
+        plan("-np 2 --fault-tolerant -- true", "Open MPI 4")
 
 
 @pytest.mark.parametrize(

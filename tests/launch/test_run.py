@@ -245,10 +245,16 @@ def test_a_rank_that_is_bound_has_its_cores(monkeypatch, own, machine, local_siz
 def test_a_rank_sees_a_gpu_of_its_own():
     program = "print(os.environ.get('CUDA_VISIBLE_DEVICES'))"
     seen = {"CUDA_VISIBLE_DEVICES": "4,GPU-7"}
-    _, out, _ = run("-np", 3, "--own-gpu", *code(program), environment=seen)
+    _, out, err = run("-np", 3, "--own-gpu", *code(program), environment=seen)
     assert sorted(out.splitlines()) == ["[0] 4", "[1] GPU-7", "[2] 4"]
-    _, out, _ = run("-np", 1, "--own-gpu", "--fault-tolerant", *code(program), environment=seen)
+    assert err.count("3 ranks here have to share 2") == 1
+    _, out, err = run("-np", 1, "--own-gpu", "--fault-tolerant", *code(program), environment=seen)
     assert out == "[0] 4\n"
+    assert "--own-gpu" not in err
+    _, out, err = run(
+        "-np", 2, "--own-gpu", *code(program), environment={"CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert err.count("there are no GPUs here") == 1
     _, out, _ = run("-np", 1, *code(program), environment=seen)
     assert out == "[0] 4,GPU-7\n"
 
