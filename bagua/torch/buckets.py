@@ -153,6 +153,7 @@ class Bucket:
                 views, grads = zip(*self._elsewhere)
                 torch._foreach_copy_(views, grads)
                 self.arena.touch(2 * sum(view.nbytes for view in views))
+            core.part(self.arena)
             self._transform()
         except BaseException:
             self.take_back()

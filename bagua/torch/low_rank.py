@@ -81,7 +81,6 @@ class LowRankBucket(Bucket):
             lost, factor = slot.residuals
             torch.add(slot.view.reshape(whole.shape), lost, out=whole)
             torch.matmul(factor, whole.T, out=tall)
-        core.part(self.arena)
         self.arena.count_anew()
         self._tall.launch(urgency)
         self.handle = self._tall

@@ -158,7 +158,9 @@ void Bucket::meet(Device::Stream stream) {
   for (const Device::Stream other : met_) device_->follow(stream, device_->mark(other));
 }
 
-void Bucket::part(const Device::Mark& mark) {
+void Bucket::part(Device::Stream stream) {
+  if (met_.empty()) return;
+  const Device::Mark mark = device_->mark(stream);
   for (const Device::Stream other : met_) device_->follow(other, mark);
   met_.clear();
 }

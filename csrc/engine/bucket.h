@@ -55,11 +55,11 @@ class Bucket {
   bool ready_but_not_last(int slot);
   // On a device: a slot's values come by this stream.
   void came_by(Device::Stream stream);
-  // Makes one stream wait for all of those; and, with what it has then been given, all those for
-  // it, in whose order the memory of gradients may be used again. If it is captured, those count
-  // that are captured with it: others would be drawn into the capture.
+  // Makes one stream wait for all of those; and, when it has been given what reads the values, all
+  // those for it, in whose order the memory of gradients may be used again. If it is captured,
+  // those count that are captured with it: others would be drawn into the capture.
   void meet(Device::Stream stream);
-  void part(const Device::Mark& mark);
+  void part(Device::Stream stream);
   // Its arena, which is on a device, is memory that NCCL can register: all ranks' are, or none's.
   // What travels through a codec is elsewhere.
   void use_registered() {

@@ -105,18 +105,11 @@ PyObject* holders(PyObject*, PyObject* param) {
   });
 }
 
-// Whoever brought gradients goes on when the caller's stream has come this far.
-Device::Mark mark_part(Bucket& bucket, Device::Stream stream) {
-  const Device::Mark mark = bucket.device()->mark(stream);
-  bucket.part(mark);
-  return mark;
-}
-
-// part(bucket): the same, for who exchanges what it has made of the gradients.
+// part(bucket): what was located has been read by what the caller's stream has been given.
 PyObject* part(PyObject*, PyObject* of) {
   return guarded([&] {
     const auto bucket = py::cast<std::shared_ptr<Bucket>>(py::handle(of));
-    if (bucket->device()) mark_part(*bucket, current_stream(*bucket->device()));
+    if (bucket->device()) bucket->part(current_stream(*bucket->device()));
     return new_ref(Py_None);
   });
 }
@@ -129,7 +122,7 @@ PyObject* start(const py::handle& of, Urgency urgency, const std::vector<Bucket:
   Device::Stream stream = nullptr;
   if (Device* device = bucket->device()) {
     stream = current_stream(*device);
-    starts = {mark_part(*bucket, stream)};
+    starts = {device->mark(stream)};
   }
   HandlePtr handle = bucket->launch(urgency, places, std::move(owner), std::move(starts));
   handle->began_on(stream);

@@ -45,9 +45,8 @@ TEST(BucketStreams, ValuesAreThereWhereverTheyCameFrom) {
         bucket->came_by(program->stream);
       }
       bucket->meet(gpu.stream);
-      const Device::Mark mark = gpu.device.mark(gpu.stream);
-      bucket->part(mark);
-      const auto handle = bucket->launch(Urgency::kNow, {}, nullptr, {mark});
+      bucket->part(gpu.stream);
+      const auto handle = bucket->launch(Urgency::kNow, {}, nullptr, {gpu.device.mark(gpu.stream)});
       go = true;
       finish(engine, handle);
       handle->make_follow(gpu.stream);
@@ -68,7 +67,7 @@ TEST(BucketStreams, WhoBroughtValuesGoesOnWhenTheyHaveBeenGathered) {
     bucket->meet(gpu.stream);
     gpu.hold(go);
     gpu.device.run(gpu.stream, [&] { gathered = true; });
-    bucket->part(gpu.device.mark(gpu.stream));
+    bucket->part(gpu.stream);
     gpu.device.run(side.stream, [&] { late = gathered.load(); });
     go = true;
     gpu.device.drain(side.stream);

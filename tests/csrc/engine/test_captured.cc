@@ -244,7 +244,7 @@ TEST(Captured, DrawsNoOtherStreamIn) {
       gpu.device.follow(along.stream, gpu.device.mark(gpu.stream));
       for (Program* program : {&along, &other}) bucket.came_by(program->stream);
       bucket.meet(gpu.stream);
-      bucket.part(gpu.device.mark(gpu.stream));
+      bucket.part(gpu.stream);
       EXPECT_TRUE(is_captured(along));
       EXPECT_FALSE(is_captured(other));
     });
