@@ -183,6 +183,11 @@ PYBIND11_MODULE(_core, m) {
   m.def("tell_written", tell_written);
   m.def("note_written", [](const py::object& tensors) { note_written(tensors.ptr()); });
   m.def("pretend", pretend);
+  py::class_<PretendedStream>(m, "PretendedStream")
+      .def(py::init<>())
+      .def("use", &PretendedStream::use)
+      .def("copy", &PretendedStream::copy)
+      .def("drain", &PretendedStream::drain, py::call_guard<py::gil_scoped_release>());
   m.def("mpi_compiled", mpi_compiled);
   m.def("local_addresses", local_addresses);
 

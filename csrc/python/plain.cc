@@ -41,6 +41,7 @@ constexpr int32_t kCpu = 1;
 constexpr int32_t kCuda = 2;
 
 PretendDevice* pretended = nullptr;
+Device::Stream pretended_stream = nullptr;
 
 struct ElementType {
   uint8_t code, bits;
@@ -203,7 +204,7 @@ Device& device_of(int number) {
 }
 
 Device::Stream current_stream(const Device& device) {
-  if (pretended) return nullptr;
+  if (pretended) return pretended_stream;
   const DLExchange* table = exchange_of(reinterpret_cast<PyTypeObject*>(torch_tensor()));
   void* stream = nullptr;
   if (table && table->current_stream && table->current_stream(kCuda, device.number(), &stream) == 0)
@@ -215,6 +216,13 @@ Device::Stream current_stream(const Device& device) {
 
 void pretend(int work_us) { pretended = new PretendDevice(work_us); }
 bool pretends() { return pretended != nullptr; }
+PretendedStream::PretendedStream() : stream_(pretended->add_stream()) {}
+void PretendedStream::use() const { pretended_stream = stream_; }
+void PretendedStream::copy(uintptr_t to, uintptr_t from, size_t nbytes) const {
+  pretended->copy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), nbytes,
+                  stream_);
+}
+void PretendedStream::drain() const { pretended->drain(stream_); }
 
 bool is_exchangeable(PyObject* tensor) { return exchange_of(Py_TYPE(tensor)) != nullptr; }
 

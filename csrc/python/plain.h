@@ -47,5 +47,18 @@ Device::Stream current_stream(const Device& device);
 void pretend(int work_us);
 // Whether that is so: then the host can look at what is on a device.
 bool pretends();
+// A stream of that device, which torch can be taken to give work to; by itself it is one where all
+// is done at once.
+class PretendedStream {
+ public:
+  PretendedStream();
+  void use() const;
+  // What it does only after a while.
+  void copy(uintptr_t to, uintptr_t from, size_t nbytes) const;
+  void drain() const;
+
+ private:
+  Device::Stream stream_;
+};
 
 }  // namespace bagua
