@@ -25,7 +25,6 @@ _ALIASES = {
     "stall_fail_s": ("--stall-check-shutdown-time-seconds",),
 }
 
-
 # What nobody calls a program, but may write after a switch.
 _ANSWERS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
@@ -114,9 +113,9 @@ def _split(arguments: Sequence[str], takes_value: dict[str, bool]) -> tuple[list
 def _refuse_answer(switch: str, next_word: str) -> None:
     if next_word in _ANSWERS:
         raise UsageError(
-            f"{switch} {next_word}: what follows {switch} would be the program; a setting that is "
-            f"on or off is told {switch}=false, and other switches are told nothing (a program "
-            f"called {next_word} comes after --)"
+            f"{switch} {next_word}: what follows {switch} would be the program; settings that are "
+            "on or off are told =true or =false, other switches nothing (a program called "
+            f"{next_word} comes after --)"
         )
 
 

@@ -102,7 +102,7 @@ def test_flags_of_missing_features_are_refused(flag, has_value, why):
         (["--fusion-mb", "-3", "x"], "flag --fusion-mb: '-3' is not allowed"),
         (["--allreduce", "rings", "x"], "did you mean 'ring'?"),
         (["--bind-to", "heap", "x"], "heap"),
-        (["--nccl", "false", "x"], "a setting that is on or off is told --nccl=false"),
+        (["--nccl", "false", "x"], "settings that are on or off are told =true or =false"),
         (["-np", "2", "--own-gpu", "yes", "x"], "what follows --own-gpu would be the program"),
         (["--inline-drive=flase", "x"], "flag --inline-drive: 'flase' is not allowed"),
     ],
