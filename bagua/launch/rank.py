@@ -313,6 +313,10 @@ def _take_suggestions(argv: list[str]) -> list[str]:
     return argv
 
 
+def _first_of(variables: tuple[str, ...]) -> str:
+    return next((os.environ[name] for name in variables if name in os.environ), "")
+
+
 def _take_gpu() -> None:
     """Leaves the program one GPU of those it would see: the local rank's."""
     visible = os.environ.get(GPUS)
@@ -320,8 +324,7 @@ def _take_gpu() -> None:
         with contextlib.suppress(OSError):
             visible = ",".join(map(str, range(len(os.listdir("/proc/driver/nvidia/gpus")))))
     gpus = [gpu for gpu in (visible or "").split(",") if gpu]
-    place = next((os.environ[n] for n in _LOCAL_RANK_VARIABLES if n in os.environ), "")
-    ranks = next((os.environ[n] for n in _LOCAL_SIZE_VARIABLES if n in os.environ), "1")
+    place, ranks = _first_of(_LOCAL_RANK_VARIABLES), _first_of(_LOCAL_SIZE_VARIABLES)
     problem = ""
     if not gpus:
         problem = f"there are no GPUs here that {GPUS} or NVIDIA's driver would tell of"
@@ -340,7 +343,7 @@ def _share_cores() -> None:
     left alone they start too many threads or just one. mpirun, this one's parent, has the cores of
     all, which the ranks it binds are spread over.
     """
-    local_size = next((os.environ[n] for n in _LOCAL_SIZE_VARIABLES if n in os.environ), "")
+    local_size = _first_of(_LOCAL_SIZE_VARIABLES)
     if THREADS not in os.environ and local_size.isdigit() and hasattr(os, "sched_getaffinity"):
         mine, theirs = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
         share = len(mine | theirs) // max(1, int(local_size))
