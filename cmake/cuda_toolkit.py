@@ -18,6 +18,7 @@ WHEELS = [
     f"nvidia-{part}==13.0.*"
     for part in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime", "cuda-cccl")
 ]
+FIRST_DRIVER = 580  # that runs what these compile
 
 
 def toolkit() -> Path | None:
@@ -58,9 +59,6 @@ def wanted() -> str:
     if text not in ("0", "1", "auto"):
         raise SystemExit(f"BAGUA_CUDA={text}: it is 0, 1 or auto, which builds for GPUs if it can")
     return text
-
-
-FIRST_DRIVER = 580  # that runs what the wheels compile
 
 
 def driver_version() -> int:
