@@ -232,7 +232,7 @@ TEST(Neighbors, TheMeanOverAllRanksStaysWhatItIs) {
 }
 
 // What every rank has, and keeps of itself and its neighbors, after each round.
-struct Ring {
+struct RingState {
   std::vector<Numbers> x, w, l, r;
 };
 
@@ -244,7 +244,7 @@ Numbers said_by(const Coding& coding, const Numbers& z) {
   return said;
 }
 
-void simulate(const Coding& coding, Ring& ring) {
+void simulate(const Coding& coding, RingState& ring) {
   const size_t n = ring.x.size();
   std::vector<Numbers> said;
   for (size_t rank = 0; rank < n; ++rank) {
@@ -277,8 +277,8 @@ TEST(Mirrored, IsWhatOneLoopOverAllRanksGives) {
         Numbers start(count);
         for (size_t i = 0; i < count; ++i) start[i] = std::cos(static_cast<float>(i));
         const std::vector<Numbers> alike(static_cast<size_t>(n), start);
-        Ring ring{alike, alike, alike, alike};
-        std::vector<Ring> after;
+        RingState ring{alike, alike, alike, alike};
+        std::vector<RingState> after;
         for (int round = 0; round < 3; ++round) {
           for (size_t rank = 0; rank < alike.size(); ++rank)
             for (size_t i = 0; i < count; ++i) ring.x[rank][i] += moved(rank, round, i);
@@ -299,7 +299,7 @@ TEST(Mirrored, IsWhatOneLoopOverAllRanksGives) {
             const Collective& row = choose_collective(OpKind::kAllreduce, job, "auto");
             ASSERT_STREQ(row.name, "mirrored");
             row.run(job);
-            const Ring& expected = after[static_cast<size_t>(round)];
+            const RingState& expected = after[static_cast<size_t>(round)];
             ASSERT_EQ(x, expected.x[me]) << codec.name << " round " << round;
             ASSERT_EQ(l, expected.w[(me + alike.size() - 1) % alike.size()]) << codec.name;
             ASSERT_EQ(r, expected.w[(me + 1) % alike.size()]) << codec.name;

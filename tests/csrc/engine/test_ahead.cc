@@ -9,7 +9,7 @@
 namespace bagua {
 namespace {
 
-constexpr size_t kMany = 300'000;  // large enough to be agreed on during an exchange
+constexpr size_t kLargeCount = 300'000;  // large enough to be agreed on during an exchange
 
 struct Kind {
   const char* name;
@@ -24,7 +24,7 @@ class Ahead : public testing::TestWithParam<Kind> {
   // none.
   void submit(int number) {
     for (int rank = 0; rank < world.size(); ++rank) {
-      auto& mine = data.emplace_back(kMany);
+      auto& mine = data.emplace_back(kLargeCount);
       mine.front() = static_cast<float>(rank);
       mine.back() = static_cast<float>(number);
       auto request = allreduce_of("x" + std::to_string(number), mine);
@@ -65,7 +65,8 @@ TEST_P(Ahead, LargeOnesBeginWhileTheFirstWaits) {
     const float number = static_cast<float>(at / n);
     EXPECT_EQ(data[at].front(), 0 + 1 + 2) << "number " << number;
     EXPECT_EQ(data[at].back(), 3 * number);
-    EXPECT_EQ(std::count(data[at].begin(), data[at].end(), 0.0f), kMany - (number > 0 ? 2 : 1));
+    EXPECT_EQ(std::count(data[at].begin(), data[at].end(), 0.0f),
+              kLargeCount - (number > 0 ? 2 : 1));
   }
 }
 

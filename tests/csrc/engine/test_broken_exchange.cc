@@ -7,7 +7,7 @@
 namespace bagua {
 namespace {
 
-constexpr size_t kFew = 5000;
+constexpr size_t kSmallCount = 5000;
 
 std::string host(int rank) {
   return "rank " + std::to_string(rank) + " (host h" + std::to_string(rank) + ")";
@@ -47,7 +47,7 @@ class OpenExchange : public testing::TestWithParam<Setting> {
     handles.clear();
     world = std::make_unique<LoopbackWorld>(GetParam().node_of, config);
     open_gates(*world, 0);
-    data.assign(n, std::vector<float>(kFew, 1));
+    data.assign(n, std::vector<float>(kSmallCount, 1));
     handles.resize(n);
   }
   Config config() const {
@@ -124,7 +124,7 @@ TEST(Interrupted, EndsAnExchangeThatGetsNowhere) {
   LoopbackWorld world(NodeOf{0, 1}, quiet_config());
   open_gates(world, 0);
   world.run([&](int rank) {
-    std::vector<float> data(kFew, 1);
+    std::vector<float> data(kSmallCount, 1);
     const HandlePtr handle = world[rank].submit(allreduce_of("x", data), Urgency::kWaited);
     int asked = 0;
     Interrupted interrupted;
@@ -146,7 +146,7 @@ TEST(Interrupted, AnswersPingsWhileItsCallerIsAsked) {
     std::atomic<bool> asked{false}, through{false};
     open_gates(world, 0);
     world.run([&](int rank) {
-      std::vector<float> data(kFew, 1);
+      std::vector<float> data(kSmallCount, 1);
       const HandlePtr handle = world[rank].submit(allreduce_of("x", data), Urgency::kWaited);
       const Interrupted interrupted = [&] {
         if (rank == 0) return false;
@@ -167,7 +167,7 @@ TEST(Interrupted, AnswersPingsWhileItsCallerIsAsked) {
         EXPECT_CONTAINS(error_of<PeerError>([&] { handle->rethrow(); }), host(2) + " is gone");
       } else {
         handle->rethrow();
-        EXPECT_EQ(data, std::vector<float>(kFew, 3));
+        EXPECT_EQ(data, std::vector<float>(kSmallCount, 3));
       }
     });
   }
@@ -191,7 +191,8 @@ TEST_P(OpenExchange, IsCarriedOutThoughItsRanksShutDown) {
     for (auto& engine : world->engines) EXPECT_TRUE(engine->wait_stopped(kHangS));
     for (int rank = 0; rank < n; ++rank) {
       wait_for(rank);
-      EXPECT_EQ(data[static_cast<size_t>(rank)], std::vector<float>(kFew, static_cast<float>(n)));
+      EXPECT_EQ(data[static_cast<size_t>(rank)],
+                std::vector<float>(kSmallCount, static_cast<float>(n)));
     }
   }
 }
@@ -229,7 +230,8 @@ class MuteRank : public testing::TestWithParam<MuteSetting> {
   void check(const Config& config, bool answers, const std::string& part, bool dies = false) {
     const int mute = GetParam().mute;
     MuteWorld world(GetParam().node_of, mute, config);
-    std::vector<std::vector<float>> data(GetParam().node_of.size(), std::vector<float>(kFew, 1));
+    std::vector<std::vector<float>> data(GetParam().node_of.size(),
+                                         std::vector<float>(kSmallCount, 1));
     std::vector<RequestPtr> requests;
     for (auto& values : data) requests.push_back(allreduce_of("x", values));
     const auto texts = world.exchange(requests, answers, [&] {

@@ -12,12 +12,12 @@
 namespace bagua {
 namespace {
 
-constexpr int64_t kCount = 100;
+constexpr int64_t kSlotCount = 100;
 
 std::unique_ptr<Bucket> bucket_of(GpuWorld& world, int rank, Gpu& gpu) {
   return std::make_unique<Bucket>(world.ranks.engines[static_cast<size_t>(rank)], "b", DType::kF32,
-                                  std::vector<int64_t>{kCount, kCount}, Description{}, 0, 0, 0,
-                                  &gpu.device,
+                                  std::vector<int64_t>{kSlotCount, kSlotCount}, Description{}, 0, 0,
+                                  0, &gpu.device,
                                   [&](size_t nbytes) { return gpu.device.allocate(nbytes); });
 }
 
@@ -25,7 +25,7 @@ std::unique_ptr<Bucket> bucket_of(GpuWorld& world, int rank, Gpu& gpu) {
 float seen_by(Program& program, const Bucket& bucket, size_t slot) {
   const auto* data = reinterpret_cast<const float*>(bucket.data()) + bucket.begins()[slot];
   float seen = -1;
-  program.device.run(program.stream, [&] { seen = data[kCount - 1]; });
+  program.device.run(program.stream, [&] { seen = data[kSlotCount - 1]; });
   program.device.drain(program.stream);
   return seen;
 }
@@ -41,7 +41,7 @@ TEST(BucketStreams, ValuesAreThereWhereverTheyCameFrom) {
         const size_t slot = program == &side;
         auto* data = reinterpret_cast<float*>(bucket->data()) + bucket->begins()[slot];
         if (slot == 1) side.hold(go);  // it is far behind
-        gpu.device.run(program->stream, [=] { std::fill_n(data, kCount, slot + 1.0f); });
+        gpu.device.run(program->stream, [=] { std::fill_n(data, kSlotCount, slot + 1.0f); });
         bucket->came_by(program->stream);
       }
       bucket->meet(gpu.stream);
@@ -81,7 +81,7 @@ TEST(BucketStreams, WhereItBeganAResultIsFollowedToo) {
     GpuWorld world(1);
     world.run([&](int, Gpu& gpu, Engine& engine) {
       Program side(gpu.device);
-      std::vector<float> values(kCount);
+      std::vector<float> values(kSlotCount);
       gpu.compute(values, 1);
       RequestPtr request = allreduce_of("x", values);
       request->description.postscale = 3;
@@ -92,7 +92,7 @@ TEST(BucketStreams, WhereItBeganAResultIsFollowedToo) {
       handle->make_follow(elsewhere ? side.stream : gpu.stream);
       handle->let_go();
       float seen = 0;
-      gpu.device.run(gpu.stream, [&] { seen = values[kCount - 1]; });
+      gpu.device.run(gpu.stream, [&] { seen = values[kSlotCount - 1]; });
       gpu.device.drain(gpu.stream);
       EXPECT_EQ(seen, 3) << elsewhere;
       if (elsewhere) gpu.device.drain(side.stream);

@@ -280,8 +280,8 @@ void run_round(Engine& engine, int rank, const std::vector<Operation>& operation
   for (std::thread& thread : threads) thread.join();
 }
 
-using Setting = std::tuple<NodeOf, bool>;
-class RandomPrograms : public testing::TestWithParam<Setting> {
+using RandomSetting = std::tuple<NodeOf, bool>;
+class RandomPrograms : public testing::TestWithParam<RandomSetting> {
  protected:
   const NodeOf& node_of() const { return std::get<0>(GetParam()); }
   int n() const { return static_cast<int>(node_of().size()); }

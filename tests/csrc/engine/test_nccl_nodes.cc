@@ -91,9 +91,9 @@ float value_of(int rank, int round, int64_t i) {
 }
 
 // All ranks in one loop, block by block.
-class Oracle {
+class NodesOracle {
  public:
-  Oracle(const NodeOf& node_of, const std::string& codec, Finish finish, int64_t count)
+  NodesOracle(const NodeOf& node_of, const std::string& codec, Finish finish, int64_t count)
       : coding_(parse_coding(codec)), finish_(finish), count_(count), results_lost(zeros()) {
     for (size_t rank = 0; rank < node_of.size(); ++rank)
       ranks_[node_of[rank]].push_back(static_cast<int>(rank));
@@ -208,7 +208,7 @@ void expect_as_told(const NodeOf& node_of, const Case& c) {
 
   const Finish finish{c.op == ReduceOp::kAverage ? static_cast<double>(n) : 1,
                       c.prescale * c.postscale};
-  Oracle oracle(node_of, c.codec, finish, c.count);
+  NodesOracle oracle(node_of, c.codec, finish, c.count);
   for (int round = 0; round < kRounds; ++round) {
     Values expected = oracle.step(round);
     if (c.dtype == DType::kBF16)
@@ -412,7 +412,7 @@ void expect_sums(GpuWorld& world, const Description& how, int at_least, int at_m
   EXPECT_LE(FakeNccl::calls() - before, at_most) << how.codec;
 }
 
-constexpr int kMany = 1 << 30;
+constexpr int kAnyNumber = 1 << 30;
 
 Config told(const std::string& level) {
   Config config = quiet_config(kThreeAndOne);
@@ -430,7 +430,7 @@ TEST(NcclNodes, HowTheyGoIsToldOnce) {
   testing::internal::CaptureStderr();
   {
     GpuWorld world(kThreeAndOne, told("info"));
-    expect_sums(world, through("minmax_u8", ReduceOp::kSum), 3, kMany);
+    expect_sums(world, through("minmax_u8", ReduceOp::kSum), 3, kAnyNumber);
   }
   const std::string text = testing::internal::GetCapturedStderr();
   EXPECT_EQ(times(text, "exact inside nodes: NCCL within, codec between 1 leaders a node"), 4u)

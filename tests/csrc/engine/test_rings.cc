@@ -38,7 +38,7 @@ Config waiting(double s) {
 }
 
 // Until so many messages have come.
-std::vector<Message> messages(Channel& channel, size_t count) {
+std::vector<Message> messages_from(Channel& channel, size_t count) {
   std::vector<Message> inbox;
   for (const double late_s = now_s() + kHangS; inbox.size() < count && now_s() < late_s;)
     channel.receive(1000000, inbox);
@@ -80,14 +80,14 @@ TEST_P(RingsOnEveryLayout, MessagesKeepTheirOrder) {
       int next = 0;
       // Those to all, those to every other rank, and one that was sent.
       const bool odd = rank % 2 == 1;
-      for (const Message& message : messages(*channel, odd ? 2 * kMany + 1 : kMany + 1)) {
+      for (const Message& message : messages_from(*channel, odd ? 2 * kMany + 1 : kMany + 1)) {
         EXPECT_EQ(message.from, 0);
         if (message.bytes == "straight") continue;
         EXPECT_EQ(message.bytes, numbered(odd ? next % 2 : 0, odd ? next / 2 : next));
         ++next;
       }
       channel->post({0}, "bye");
-      EXPECT_EQ(messages(*channel, 1)[0].bytes, "bye");
+      EXPECT_EQ(messages_from(*channel, 1)[0].bytes, "bye");
       return carry_on(*channel);
     }
     std::vector<int> all, odd;
@@ -102,7 +102,7 @@ TEST_P(RingsOnEveryLayout, MessagesKeepTheirOrder) {
     for (const int peer : all) channel->send(peer, "straight");
     std::vector<int> next(n);
     int byes = 0;
-    for (const Message& message : messages(*channel, (n - 1) * (kMany + 2))) {
+    for (const Message& message : messages_from(*channel, (n - 1) * (kMany + 2))) {
       if (message.bytes == "straight" || message.bytes == "bye") {
         byes += message.bytes == "bye";
         continue;
@@ -111,7 +111,7 @@ TEST_P(RingsOnEveryLayout, MessagesKeepTheirOrder) {
     }
     EXPECT_EQ(byes, static_cast<int>(n) - 1);
     channel->post(all, "bye");
-    EXPECT_TRUE(messages(*channel, n - 1)[0].lost);
+    EXPECT_TRUE(messages_from(*channel, n - 1)[0].lost);
   });
 }
 
@@ -124,11 +124,11 @@ TEST(Rings, NobodyIsCarriedAmongFewRanksOrWhereItIsNotWanted) {
       EXPECT_FALSE(channel->carries());
       EXPECT_EQ(channel->carrier_of(rank), rank);
       if (rank == 0) {
-        messages(*channel, 2);
+        messages_from(*channel, 2);
         return channel->post({1, 2}, "bye");
       }
       channel->post({0}, "here");
-      EXPECT_EQ(messages(*channel, 1)[0].bytes, "bye");
+      EXPECT_EQ(messages_from(*channel, 1)[0].bytes, "bye");
     });
 }
 
@@ -140,7 +140,7 @@ TEST(Rings, RankZeroSeesTheLossOfWhomAnotherCarries) {
     if (rank == 1) return carry_on(*channel);
     std::string heard;
     bool lost[3] = {};
-    for (const Message& message : messages(*channel, 3)) {
+    for (const Message& message : messages_from(*channel, 3)) {
       heard += message.bytes;
       if (message.lost) lost[message.from] = true;
     }
@@ -155,7 +155,7 @@ TEST(Rings, WhoIsCarriedHearsFromRankZeroThatItsCarrierIsLost) {
     share_rings(*channel, t, waiting(kForeverS));
     if (rank == 1) return channel.reset();
     if (rank == 0) {
-      const Message lost = messages(*channel, 1)[0];
+      const Message lost = messages_from(*channel, 1)[0];
       EXPECT_EQ(lost.from, 1);
       EXPECT_TRUE(lost.lost);
       EXPECT_EQ(channel->carrier_of(3), 1);
@@ -173,7 +173,7 @@ TEST(Rings, WhoIsCarriedHearsFromRankZeroThatItsCarrierIsLost) {
       return;
     }
     channel->post({0}, "perhaps still on its way");
-    EXPECT_EQ(messages(*channel, 1)[0].bytes, "rank 1 is gone");
+    EXPECT_EQ(messages_from(*channel, 1)[0].bytes, "rank 1 is gone");
     channel->post({0}, "on its way to nobody");
     channel->send(0, "sent");
   });
@@ -183,11 +183,11 @@ TEST(Rings, EveryoneSeesTheLossOfRankZeroOnce) {
   with_channels({0, 1, 1, 0}, [&](int rank, std::unique_ptr<SocketChannel> channel, Transport& t) {
     share_rings(*channel, t, waiting(kForeverS));
     if (rank == 0) {
-      messages(*channel, 3);
+      messages_from(*channel, 3);
       return channel.reset();
     }
     channel->post({0}, "have met");
-    EXPECT_TRUE(messages(*channel, 1)[0].lost);
+    EXPECT_TRUE(messages_from(*channel, 1)[0].lost);
     EXPECT_FALSE(channel->carries());
     std::vector<Message> more;
     channel->receive(20000, more);
