@@ -5,8 +5,9 @@
 Codecs code a bucket of 100 MB of float32, beside a copy of it on the device. Then 1 and 2 ranks,
 which share the GPU, sum 64 MB of zeros and train the MLP of 40 MB and a model of 500 parameters of
 4 KB, beside DistributedDataParallel over NCCL where it runs; they sum buckets of several sizes,
-many in a row, beside NCCL called as it is, whose difference is what the engine costs; and a trace
-of steps tells where the host waited for the GPU.
+many in a row, beside NCCL called as it is, whose difference is what the engine costs, of the whole
+and of the time until the host has given them; and a trace of steps tells where the host waited for
+the GPU.
 Prints tables, and keeps them and the figures in benchmarks/results/, by the name of the device:
 nothing is written there but what a run has measured.
 """
@@ -111,7 +112,9 @@ def table_of_exchanges(ranks: int, figures: dict[str, Any]) -> str:
     lines = [f"{ranks} ranks" if ranks > 1 else "1 rank"]
     for what, figure in figures.items():
         if figure is not found:
-            lines.append(f"{what:<30}{figure['median_s'] * 1e3:>9.3f} ms")
+            line = f"{what:<38}{figure['median_s'] * 1e3:>9.3f} ms"
+            given = f"   given within {figure['host_s'] * 1e6:.1f} us" if "host_s" in figure else ""
+            lines.append(line + given)
     lines.append(f"the host waits in a step: {found or 'never'}")
     return "\n".join(lines)
 
@@ -162,53 +165,71 @@ def exchanges() -> dict[str, Any]:
 def buckets(
     raw: RawNccl | None, count: int, rounds: int, turn: int, device: str = "cuda"
 ) -> dict[str, Any]:
-    """So many sums in a row, each of which the program's stream waits for, as for gradients."""
+    """So many sums in a row, for which the program's stream waits, as for gradients: for each of
+    them, or together for all.
+
+    Also what the host takes to give them to the device, which may be at other work meanwhile.
+    """
     import bagua.torch as bagua
 
-    runs = {}
+    runs: dict[str, Callable[[], None]] = {}
+    given: dict[str, list[float]] = {}
 
-    def repeated(run: Callable[[], Any]) -> None:
-        for _ in range(count):
-            run()
-        if device == "cuda":
-            torch.cuda.synchronize()
+    def add(what: str, give: Callable[[], Any]) -> None:
+        def run() -> None:
+            start = time.perf_counter()
+            give()
+            given[what].append(time.perf_counter() - start)
+            if device == "cuda":
+                torch.cuda.synchronize()
+
+        runs[what], given[what] = run, []
 
     for nbytes in (64 << 10, 1 << 20, 25 << 20):
         what = f"bucket {nbytes >> 10} KB"
-        run, values = bucket(what, nbytes, device)
-        runs[what] = partial(repeated, run)
+        many = [Bucket(f"{what}, {number}", nbytes, device) for number in range(count)]
+        add(what, lambda many=many: [one.launch().wait() for one in many])
+        add(
+            f"{what}, together",
+            lambda many=many: [handle.wait() for handle in [one.launch() for one in many]],
+        )
         if raw:
-            runs[f"{what}, nccl"] = partial(repeated, raw.sum(values))
+            sums = [raw.sum(one.values) for one in many]
+            add(f"{what}, nccl", lambda sums=sums: [one() for one in sums])
     figures = interleaved(runs, rounds, bagua.barrier, turn)
-    for figure in figures.values():
+    for what, figure in figures.items():
         figure |= {key: figure[key] / count for key in ("median_s", "min_s")}
+        figure["host_s"] = statistics.median(given[what]) / count
     for what in [what for what in figures if raw and not what.endswith("nccl")]:
-        over = figures[what]["median_s"] - figures[f"{what}, nccl"]["median_s"]
-        figures[f"{what}, engine"] = {"median_s": over}
+        alone = figures[f"{what.removesuffix(', together')}, nccl"]
+        over = {key: figures[what][key] - alone[key] for key in ("median_s", "host_s")}
+        figures[f"{what}, engine"] = over
     return figures
 
 
-def bucket(name: str, nbytes: int, device: str) -> tuple[Callable[[], None], torch.Tensor]:
-    """What sums up a bucket like an optimizer's, and its values."""
-    from bagua.common.core import core
-    from bagua.common.kinds import ReduceOp, Urgency
-    from bagua.torch.arrays import arena_of
+class Bucket:
+    """Sums up values as an optimizer's buckets do."""
 
-    arena, values, _ = arena_of(
-        torch.zeros(1, device=device),
-        torch.float32,
-        name=name,
-        counts=[nbytes // 4],
-        op=ReduceOp.Sum,
-        prescale=1.0,
-        postscale=1.0,
-        set=0,
-        priority=0,
-        codec="",
-        exact_in_nodes=False,
-        kept=0,
-    )
-    return lambda: core.launch(arena, Urgency.NOW, []).wait(), values
+    def __init__(self, name: str, nbytes: int, device: str) -> None:
+        from bagua.common.core import core
+        from bagua.common.kinds import ReduceOp, Urgency
+        from bagua.torch.arrays import arena_of
+
+        arena, self.values, _ = arena_of(
+            torch.zeros(1, device=device),
+            torch.float32,
+            name=name,
+            counts=[nbytes // 4],
+            op=ReduceOp.Sum,
+            prescale=1.0,
+            postscale=1.0,
+            set=0,
+            priority=0,
+            codec="",
+            exact_in_nodes=False,
+            kept=0,
+        )
+        self.launch = partial(core.launch, arena, Urgency.NOW, [])
 
 
 # Calls of CUDA in which the host waits for the device.
