@@ -27,7 +27,7 @@ ifneq ($(words $(CURDIR)),1)
 $(error the path of this clone, $(CURDIR), has a space, which MPI's compiler wrapper cannot cope with; move it)
 endif
 
-.PHONY: help dev demo test test-csrc test-python test-several-ranks test-rest test-slow test-arm test-gpu sanitize-gpu test-hosts test-pretended test-parallel lint format sanitize bench bench-agreement clean googletest
+.PHONY: help dev demo test test-csrc test-python test-several-ranks test-rest test-slow test-arm test-gpu sanitize-gpu test-hosts test-pretended test-parallel lint format sanitize bench bench-agreement bench-exchange clean googletest
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -161,6 +161,10 @@ bench: dev ## measure against the peers that are importable, and draw time again
 bench-agreement: dev googletest ## measure how long rank 0 takes to agree with up to a thousand ranks
 	@$(call build,build/csrc,$(BUILT),bench_agreement)
 	build/csrc/bench_agreement
+
+bench-exchange: dev googletest ## measure what the engine itself takes for an exchange on a GPU, also where there is none
+	@$(call build,build/csrc,$(BUILT),bench_exchange)
+	build/csrc/bench_exchange
 
 clean: ## remove what was built, but not the environment
 	rm -rf build dist *.egg-info bagua/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -33,9 +33,11 @@ if(BAGUA_SANITIZE)
   target_link_options(bagua_tests PRIVATE -no-pie)
 else()
   target_compile_options(bagua_tests PRIVATE -O1)
-  # What rank 0 does in a large job; not run as a test.
-  add_executable(bench_agreement ${CMAKE_SOURCE_DIR}/benchmarks/agreement.cc)
-  target_link_libraries(bench_agreement PRIVATE bagua_core)
+  # What rank 0 does in a large job, and what the engine takes for an exchange; not run as tests.
+  foreach(name agreement exchange)
+    add_executable(bench_${name} ${CMAKE_SOURCE_DIR}/benchmarks/${name}.cc)
+    target_link_libraries(bench_${name} PRIVATE bagua_core)
+  endforeach()
 endif()
 target_precompile_headers(bagua_tests PRIVATE <gtest/gtest.h>)
 # Not in the extension: there what is used has to be included. Loops are compiled with options of their own.
