@@ -3,6 +3,8 @@
 //
 // Where ranks stand for more than themselves, the mean over all stays what it is, since as much
 // flows from one to another as comes back, there or round the circle.
+#include "collective/neighbors.h"
+
 #include <algorithm>
 #include <functional>
 #include <vector>
@@ -20,8 +22,8 @@ bool flows_unevenly(const Job& job, const Meeting& meet) {
 }
 
 // How much of another rank's mean goes into mine then.
-double share_of(const Job& job, const Meeting& meet, int other) {
-  const double mine = job.weight_of(job.group.me());
+double share_of(const Job& job, const Meeting& meet, int me, int other) {
+  const double mine = job.weight_of(me);
   if (meet.give_to == meet.take_from)
     return std::min<double>(mine, job.weight_of(other)) / (3 * mine);
   return *std::min_element(job.weights.begin(), job.weights.end()) / (2 * mine);
@@ -29,44 +31,52 @@ double share_of(const Job& job, const Meeting& meet, int other) {
 
 }  // namespace
 
+Mean mean_of(const Job& job, const Meeting& meet, int me) {
+  Mean mean;
+  for (const int rank : meet.take_from) mean.sources.push_back({rank});
+  const auto after = std::upper_bound(meet.take_from.begin(), meet.take_from.end(), me);
+  mean.sources.insert(mean.sources.begin() + (after - meet.take_from.begin()), {me});
+  for (const Mean::Source& source : mean.sources) mean.divisor += job.weight_of(source.rank);
+  mean.scaled = flows_unevenly(job, meet);
+  if (!mean.scaled) return mean;
+  mean.divisor = 1;
+  double left = 1;
+  for (Mean::Source& source : mean.sources) {
+    if (source.rank == me) continue;
+    const double share = share_of(job, meet, me, source.rank);
+    source.factor = share / job.weight_of(source.rank);  // they give sums
+    left -= share;
+  }
+  for (Mean::Source& source : mean.sources)
+    if (source.rank == me) source.factor = left / job.weight_of(me);
+  return mean;
+}
+
 void neighbors(Job& job) {
   Group& group = job.group;
   const Meeting meet = meeting(job.peers, group.size(), group.me());
+  const Mean mean = mean_of(job, meet, group.me());
   const int64_t item = static_cast<int64_t>(job.item()), segment = segment_count(job);
   char* memory = job.scratch.get(Scratch::kReceive, meet.take_from.size() * job.nbytes());
 
-  struct Source {
+  struct Place {
     int rank;
     char* data;
-    double factor = 1;
+    double factor;
   };
-  std::vector<Source> sources;  // in the order of ranks
-  for (const int rank : meet.take_from)
-    sources.push_back({rank, memory + static_cast<int64_t>(sources.size()) * job.count * item});
-  const auto after = std::upper_bound(meet.take_from.begin(), meet.take_from.end(), group.me());
-  sources.insert(sources.begin() + (after - meet.take_from.begin()), {group.me(), job.data});
-  Finish finish = job.finish;
-  finish.divisor = 0;
-  for (const Source& source : sources) finish.divisor += job.weight_of(source.rank);
-  const bool uneven = flows_unevenly(job, meet);
-  if (uneven) {
-    finish.divisor = 1;
-    double left = 1;
-    for (Source& source : sources) {
-      if (source.rank == group.me()) continue;
-      const double share = share_of(job, meet, source.rank);
-      source.factor = share / job.weight_of(source.rank);  // they give sums
-      left -= share;
-    }
-    for (Source& source : sources)
-      if (source.rank == group.me()) source.factor = left / job.weight_of(source.rank);
+  std::vector<Place> sources;
+  for (const auto& [rank, factor] : mean.sources) {
+    sources.push_back({rank, rank == group.me() ? job.data : memory, factor});
+    if (rank != group.me()) memory += job.nbytes();
   }
+  Finish finish = job.finish;
+  finish.divisor = mean.divisor;
 
   std::vector<std::vector<Ticket>> coming, going;  // by segment
   for (int64_t at = 0; at < job.count; at += segment) {
     const auto nbytes = static_cast<size_t>(std::min(segment, job.count - at) * item);
     coming.emplace_back();
-    for (const Source& source : sources)
+    for (const Place& source : sources)
       if (source.rank != group.me())
         coming.back().push_back(group.recv(source.rank, source.data + at * item, nbytes));
   }
@@ -83,8 +93,8 @@ void neighbors(Job& job) {
     const int64_t at = static_cast<int64_t>(number) * segment;
     const int64_t n = std::min(segment, job.count - at);
     std::vector<const void*> srcs;
-    for (const Source& source : sources) {
-      if (uneven) scale(job.dtype, source.data + at * item, n, source.factor);
+    for (const Place& source : sources) {
+      if (mean.scaled) scale(job.dtype, source.data + at * item, n, source.factor);
       srcs.push_back(source.data + at * item);
     }
     if (srcs.size() > 1 || !finish.identity())

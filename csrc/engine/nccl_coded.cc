@@ -18,7 +18,7 @@ struct Parts {
   const std::vector<Slice> values;
   std::vector<int64_t> nbytes, at;
   int64_t total_nbytes = 0;
-  Parts(const Coding& coding, int64_t count, int size) : values(slices_for(coding, count, size)) {
+  Parts(const Coding& coding, int64_t count, int size) : values(slices_for(&coding, count, size)) {
     for (const Slice& slice : values) {
       const int64_t wire = slice.count > 0 ? coding.wire_nbytes(slice.count) : 0;
       nbytes.push_back((wire + kPlace - 1) / kPlace * kPlace);
@@ -82,8 +82,8 @@ bool can_code_on_device(const std::string& codec, DType dtype) {
   return float_like(dtype) && gpu_codes(coding);
 }
 
-std::vector<Slice> slices_for(const Coding& coding, int64_t count, int ranks) {
-  const int64_t piece = std::max(coding.block(), kSingles);
+std::vector<Slice> slices_for(const Coding* coding, int64_t count, int ranks) {
+  const int64_t piece = std::max(coding ? coding->block() : 1, kSingles);
   const int64_t pieces = (count + piece - 1) / piece;
   std::vector<Slice> slices;
   for (int i = 0; i < ranks; ++i) {

@@ -30,7 +30,7 @@ void in_floats(const OnDevice& on, const Job& job,
                const std::function<void(float*, int64_t)>& reduce);
 // Of floats, in place. The job's finish counts, which may be one for more ranks than these.
 void allreduce_floats(const OnDevice& on, const Job& job, float* data, int64_t count);
-// So many values cut for so many ranks, where wires may begin.
-std::vector<Slice> slices_for(const Coding& coding, int64_t count, int ranks);
+// So many values cut for so many ranks, where wires may begin if there are any.
+std::vector<Slice> slices_for(const Coding* coding, int64_t count, int ranks);
 
 }  // namespace bagua

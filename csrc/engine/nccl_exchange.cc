@@ -15,6 +15,7 @@
 #include "engine/allreduce.h"
 #include "engine/nccl_card.h"
 #include "engine/nccl_coded.h"
+#include "engine/nccl_peers.h"
 #include "engine/outcome.h"
 #include "engine/split_factor.h"
 
@@ -36,7 +37,7 @@ constexpr const char* kMore = "; NCCL_DEBUG=WARN tells more";
 
 // Whether NCCL would do it, whoever asks: a matter of the description alone.
 bool fits(const Description& d) {
-  if (!d.on_device || !d.peers.empty()) return false;
+  if (!d.on_device) return false;
   const bool varies = d.kind == OpKind::kAllgather || d.kind == OpKind::kAlltoall;
   const bool reduces = d.kind == OpKind::kAllreduce || d.kind == OpKind::kReducescatter;
   if (!varies && !reduces && d.kind != OpKind::kBroadcast) return false;
@@ -48,6 +49,14 @@ bool fits(const Description& d) {
     all = all && (d.codec.empty() || (is_linear(d.op) && can_code_on_device(d.codec, dtype)));
     all = all && (!scales || (is_float(dtype) && is_linear(d.op)));
   });
+  return all;
+}
+
+// The same for those with peers, if they count. A graph would meet the same ones for ever.
+bool meets(const Description& d) {
+  bool all = d.codec.empty() && !d.captured;
+  for_each_tensor(
+      d, [&](DType dtype, const int64_t*, size_t) { all = all && can_meet_on_device(dtype); });
   return all;
 }
 
@@ -77,8 +86,9 @@ NcclExchange::~NcclExchange() {
     for (const double late_s = now_s() + kEndS; ending_->count > 0 && now_s() < late_s;)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  if (!abort())
-    for (auto& memory : borrowed_) keep_for_ever(std::move(memory));
+  if (abort()) return;
+  for (auto& [nbytes, memory] : borrowed_) keep_for_ever(std::move(memory));
+  for (auto& [nbytes, memory] : returned_) keep_for_ever(std::move(memory));
 }
 
 // Everybody tells what it has, and all come to the same conclusion.
@@ -121,7 +131,7 @@ void NcclExchange::agree(int32_t set, const TellAll& tell_all) {
 
 // Whether some kernel of ours comes before or after NCCL, or between.
 bool NcclExchange::takes_kernels(const Description& d) const {
-  if (is_coded(d.codec.empty(), d.exact_in_nodes)) return true;
+  if (is_special(d)) return true;
   if (!is_linear(d.op)) return false;
   const Finish finish = finish_of(d, group_->size());
   bool any = false;
@@ -188,9 +198,10 @@ std::unique_ptr<NcclGroup> NcclExchange::connect(const Members& members, const T
   return connect(members, members.empty() ? NcclId{} : cards[members[0]].id, why_not);
 }
 
-// Inside one node, or alone, some codecs are not asked for.
-bool NcclExchange::is_coded(bool is_plain, bool exact_in_nodes) const {
-  return !is_plain && group_->size() > 1 && !(exact_in_nodes && group_->node());
+// Not as NCCL does it by itself. Inside one node, or alone, some codecs and peers do not count.
+bool NcclExchange::is_special(const Description& d) const {
+  const bool meant = !d.codec.empty() || !d.peers.empty();
+  return meant && group_->size() > 1 && !(d.exact_in_nodes && group_->node());
 }
 
 bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, Group& group,
@@ -205,8 +216,10 @@ bool NcclExchange::begin(int32_t set, const std::vector<RequestPtr>& requests, G
   Agreed& agreed = found->second;
   const Description& first = requests[0]->description;  // in this they are alike
   nodes_ = nullptr;
-  if (is_coded(first.codec.empty(), first.exact_in_nodes) && first.exact_in_nodes &&
-      group.on_shared_nodes()) {
+  special_ = is_special(first);
+  for (const RequestPtr& request : requests)
+    if (special_ && !first.peers.empty() && !meets(request->description)) return false;
+  if (special_ && first.exact_in_nodes && group.on_shared_nodes()) {
     if (!agreed.nodes_known && !captured) make_nodes(agreed, tell_all);
     nodes_ = agreed.nodes.get();
     if (!nodes_) return false;
@@ -236,14 +249,15 @@ void NcclExchange::make_nodes(Agreed& agreed, const TellAll& tell_all) {
   auto nodes = std::make_unique<NcclNodes>();
   const NodeLayout layout = node_layout_of(*group_);
   nodes->leaders = layout.leaders;
+  nodes->weights = layout.weights;
   const bool alone = layout.mine.size() == 1;
   if (why_not.empty()) nodes->near = connect(alone ? Members{} : layout.mine, tell_all, why_not);
   if (why_not.empty()) nodes->far = connect(layout.partners, tell_all, why_not);
   if (!why_not.empty())
     return tell_(group_->me() == 0 ? LogLevel::kWarning : LogLevel::kInfo,
-                 "codecs that are exact inside nodes go by the host's memory: " + why_not);
-  tell_(LogLevel::kInfo, "exact inside nodes: NCCL within, codec between " +
-                             std::to_string(layout.leaders) + " leaders a node");
+                 "what is exact only inside nodes goes by the host's memory: " + why_not);
+  tell_(LogLevel::kInfo, "exact inside nodes: NCCL within, and between " +
+                             std::to_string(layout.leaders) + " leaders of each");
   agreed.nodes = std::move(nodes);
 }
 
@@ -267,8 +281,14 @@ std::shared_ptr<char> NcclExchange::allocate_registered(size_t nbytes) {
 }
 
 char* NcclExchange::borrow(size_t nbytes) {
-  borrowed_.push_back(device_->lend(nbytes));
-  return borrowed_.back().get();
+  const auto found = on_ == stream_ ? returned_.lower_bound(nbytes) : returned_.end();
+  if (found == returned_.end()) {
+    borrowed_.emplace_back(nbytes, device_->lend(nbytes));
+  } else {
+    borrowed_.emplace_back(found->first, std::move(found->second));
+    returned_.erase(found);
+  }
+  return borrowed_.back().second.get();
 }
 
 // Calls give(how) so that NCCL reduces to the places where `results` are, and does the rest.
@@ -287,10 +307,11 @@ void NcclExchange::reduce(const Job& job, const std::vector<NcclGroup::Piece>& r
 
 void NcclExchange::run(OpKind kind, const Job& job) {
   using How = NcclGroup::How;
-  if (is_coded(!job.coding, job.exact_in_nodes)) {
+  if (special_) {
     const OnDevice on{*nccl_,         *device_,     on_,
                       group_->size(), group_->me(), [this](size_t n) { return borrow(n); }};
-    return nodes_ ? nodes_->allreduce(on, job) : allreduce_coded(on, job);
+    if (nodes_) return nodes_->allreduce(on, job);
+    return job.peers.all() ? allreduce_coded(on, job) : allreduce_with_peers(on, job);
   }
   switch (kind) {
     case OpKind::kAllreduce:
@@ -319,7 +340,13 @@ void NcclExchange::end(const std::vector<RequestPtr>& requests) {
   }
   for (const RequestPtr& request : requests)
     request->handle->returned_to(*device_, end, /*may_fail=*/group_->size() > 1);
-  for (auto& memory : borrowed_) device_->keep_until(end, std::move(memory));
+  for (auto& [nbytes, memory] : borrowed_) {
+    if (on_ == stream_) {
+      returned_.emplace(nbytes, std::move(memory));
+    } else {
+      device_->keep_until(end, std::move(memory));
+    }
+  }
   borrowed_.clear();
 }
 

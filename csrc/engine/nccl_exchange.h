@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "collective/collective.h"
@@ -99,7 +100,7 @@ class NcclExchange {
   template <class Give>
   void reduce(const Job& job, const std::vector<NcclGroup::Piece>& results, Give&& give);
   bool takes_kernels(const Description& d) const;
-  bool is_coded(bool is_plain, bool exact_in_nodes) const;
+  bool is_special(const Description& d) const;
   void make_nodes(Agreed& agreed, const TellAll& tell_all);
   void see_to_registered(const std::vector<RequestPtr>& requests);
 
@@ -121,11 +122,15 @@ class NcclExchange {
   bool has_id_ = false;
   Device::Mark last_;
   double given_s_ = 0;
-  std::vector<std::shared_ptr<char>> borrowed_;  // for the exchange at hand
+  // Of the device, for the exchange at hand; and by size, of earlier ones, which the next may use
+  // though they are under way: what is given to our stream is done in order.
+  std::vector<std::pair<size_t, std::shared_ptr<char>>> borrowed_;
+  std::multimap<size_t, std::shared_ptr<char>> returned_;
 
   // Of the exchange at hand.
   Group* group_ = nullptr;
   NcclGroup* nccl_ = nullptr;
+  bool special_ = false;        // see is_special()
   NcclNodes* nodes_ = nullptr;  // if it is exact inside them
   Device::Stream on_ = nullptr;
 };

@@ -338,25 +338,39 @@ void NcclGroup::reducescatter(const char* in, char* out, const Counts& counts, D
   reducing(dtype, how, give);
 }
 
+void NcclGroup::send(int rank, const char* data, int64_t count, DType dtype) {
+  if (count > 0)
+    expect(library_.send(data, static_cast<size_t>(count), *type_of(dtype), rank, comm_, stream_),
+           "ncclSend");
+}
+
+void NcclGroup::receive(int rank, char* data, int64_t count, DType dtype) {
+  if (count > 0)
+    expect(library_.recv(data, static_cast<size_t>(count), *type_of(dtype), rank, comm_, stream_),
+           "ncclRecv");
+}
+
 void NcclGroup::alltoall(const char* in, char* out, const Counts& in_counts,
                          const Counts& out_counts, DType dtype) {
   const auto item = static_cast<int64_t>(dtype_nbytes(dtype));
   const auto give = [&] {
     for (int rank = 0; rank < size_; ++rank) {
-      const int64_t sent = in_counts[static_cast<size_t>(rank)];
-      const int64_t received = out_counts[static_cast<size_t>(rank)];
-      if (sent > 0)
-        expect(library_.send(in, static_cast<size_t>(sent), *type_of(dtype), rank, comm_, stream_),
-               "ncclSend");
-      if (received > 0)
-        expect(library_.recv(out, static_cast<size_t>(received), *type_of(dtype), rank, comm_,
-                             stream_),
-               "ncclRecv");
-      in += sent * item;
-      out += received * item;
+      const auto i = static_cast<size_t>(rank);
+      send(rank, in, in_counts[i], dtype);
+      receive(rank, out, out_counts[i], dtype);
+      in += in_counts[i] * item;
+      out += out_counts[i] * item;
     }
   };
   together(give);
+}
+
+void NcclGroup::meet(const char* in, const std::vector<int>& give_to,
+                     const std::vector<Place>& take_from, int64_t count, DType dtype) {
+  together([&] {
+    for (const int rank : give_to) send(rank, in, count, dtype);
+    for (const Place& place : take_from) receive(place.rank, place.data, count, dtype);
+  });
 }
 
 std::shared_ptr<char> nccl_memory(const NcclLibrary& library, Device& device, size_t nbytes) {

@@ -79,6 +79,13 @@ class NcclGroup {
   void reducescatter(const char* in, char* out, const Counts& counts, DType dtype, How how);
   void alltoall(const char* in, char* out, const Counts& in_counts, const Counts& out_counts,
                 DType dtype);
+  // The same values to some ranks, and from each of some to a place for them.
+  struct Place {
+    int rank;
+    char* data;
+  };
+  void meet(const char* in, const std::vector<int>& give_to, const std::vector<Place>& take_from,
+            int64_t count, DType dtype);
 
  private:
   // What a call says that is made where the device is current.
@@ -89,6 +96,9 @@ class NcclGroup {
   NcclResult join();
   // Together, all that `give` gives; nothing if it throws.
   void together(const std::function<void()>& give);
+  // Of those given together; nothing of nothing.
+  void send(int rank, const char* data, int64_t count, DType dtype);
+  void receive(int rank, char* data, int64_t count, DType dtype);
   // Calls give(operation) with the operation that reduces like this.
   void reducing(DType dtype, How how, const std::function<void(NcclOp)>& give);
 

@@ -15,6 +15,8 @@ EXTRA = {
     "sign1": Algorithm(codec="sign1"),
     "sparse": Algorithm(codec="topk", density=0.1, error_feedback=True),
     "dense": Algorithm(codec="topk", density=0.9, error_feedback=True),
+    "peers": Algorithm(what="weight", peers="shift_one", when="step"),
+    "ring": Algorithm(what="weight", peers="ring", when="forward"),
 }
 
 

@@ -16,8 +16,7 @@
 
 #include "collective/coded.h"
 #include "common/clock.h"
-#include "engine/bucket.h"
-#include "engine/program.h"
+#include "engine/bucket_there.h"
 #include "kernel/half.h"
 
 namespace bagua {
@@ -31,63 +30,6 @@ Description through(const std::string& codec, ReduceOp op = ReduceOp::kAverage) 
   how.exact_in_nodes = true;
   how.op = op;
   return how;
-}
-
-// A bucket of one slot on a device, of floats of 32 or 16 bits, with what its codec keeps.
-struct There {
-  There(LoopbackWorld& world, int rank, Gpu& gpu, const Description& how, int64_t count,
-        DType dtype = DType::kF32, int32_t set = 0)
-      : engine(*world.engines[static_cast<size_t>(rank)]),
-        gpu(gpu),
-        count(count),
-        dtype(dtype),
-        bucket(world.engines[static_cast<size_t>(rank)], "there", dtype, {count}, how, set,
-               /*priority=*/0, /*kept=*/2, &gpu.device, [&gpu](size_t nbytes) {
-                 auto memory = gpu.device.allocate(nbytes);
-                 gpu.device.clear(memory.get(), nbytes, nullptr);
-                 return memory;
-               }) {}
-  // The device will have computed them.
-  void compute(const std::function<float(int64_t)>& value) {
-    gpu.device.run(gpu.stream, [=] {
-      for (int64_t i = 0; i < count; ++i) {
-        if (dtype == DType::kF32) reinterpret_cast<float*>(bucket.data())[i] = value(i);
-        if (dtype == DType::kBF16) reinterpret_cast<BF16*>(bucket.data())[i] = to_bf16(value(i));
-      }
-    });
-  }
-  HandlePtr launch() {
-    return bucket.launch(Urgency::kNow, {}, nullptr, {gpu.device.mark(gpu.stream)});
-  }
-  Values read(const HandlePtr& handle) {
-    finish(engine, handle);
-    handle->make_follow(gpu.stream);
-    gpu.device.drain(gpu.stream);
-    Values values(static_cast<size_t>(count));
-    for (size_t i = 0; i < values.size(); ++i)
-      values[i] = dtype == DType::kF32 ? reinterpret_cast<float*>(bucket.data())[i]
-                                       : to_float(reinterpret_cast<BF16*>(bucket.data())[i]);
-    return values;
-  }
-  Values exchange(const std::function<float(int64_t)>& value) {
-    compute(value);
-    return read(launch());
-  }
-  Values kept(size_t which) const {
-    const float* values = bucket.kept()[which].get();
-    return Values(values, values + count);
-  }
-
-  Engine& engine;
-  Gpu& gpu;
-  const int64_t count;
-  const DType dtype;
-  Bucket bucket;
-};
-
-// Small enough that sums over a node, and what is read of 16 bits, are exact.
-float value_of(int rank, int round, int64_t i) {
-  return static_cast<float>((i * 37 + i / 64 * 5 + rank * 101 + round * 11) % 41 - 20);
 }
 
 // All ranks in one loop, block by block.
@@ -109,7 +51,7 @@ class NodesOracle {
     for (const auto& [node, ranks] : ranks_) {
       sums[node] = zeros();
       for (const int rank : ranks)
-        for (int64_t i = 0; i < count_; ++i) sums[node][i] += value_of(rank, round, i);
+        for (int64_t i = 0; i < count_; ++i) sums[node][i] += given_by(rank, round, i);
     }
     Values results = zeros();
     const int64_t piece = std::max<int64_t>(coding_.block(), 64);
@@ -198,9 +140,9 @@ void expect_as_told(const NodeOf& node_of, const Case& c) {
     Description how = through(c.codec, c.op);
     how.prescale = c.prescale;
     how.postscale = c.postscale;
-    There there(world.ranks, rank, gpu, how, c.count, c.dtype);
+    BucketThere there(world.ranks, rank, gpu, how, c.count, c.dtype);
     for (int round = 0; round < kRounds; ++round)
-      results[rank].push_back(there.exchange([=](int64_t i) { return value_of(rank, round, i); }));
+      results[rank].push_back(there.exchange([=](int64_t i) { return given_by(rank, round, i); }));
     for (size_t i = 0; i < 2; ++i) kept[i][rank] = there.kept(i);
   });
   EXPECT_GE(FakeNccl::calls() - before, 3 * kRounds) << "they go by NCCL";
@@ -267,13 +209,13 @@ TEST(NcclNodes, CodesLikeACpu) {
       const int before = FakeNccl::calls();
       GpuWorld world(node_of);
       world.run([&](int rank, Gpu& gpu, Engine& engine) {
-        There there(world.ranks, rank, gpu, through(codec), count);
+        BucketThere there(world.ranks, rank, gpu, through(codec), count);
         Bucket here(world.ranks.engines[static_cast<size_t>(rank)], "here", DType::kF32, {count},
                     through(codec), 0, 0, 2);
         auto* on_host = reinterpret_cast<float*>(here.data());
         const auto read = [&](const float* data) { return Values(data, data + count); };
         for (int round = 0; round < 3; ++round) {
-          const auto value = [=](int64_t i) { return value_of(rank, round, i); };
+          const auto value = [=](int64_t i) { return given_by(rank, round, i); };
           for (int64_t i = 0; i < count; ++i) on_host[i] = value(i);
           finish(engine, here.launch(Urgency::kNow));
           EXPECT_EQ(there.exchange(value), read(on_host)) << codec << " round " << round;
@@ -292,7 +234,7 @@ TEST(NcclNodes, AreMadeWhenTheyAreNeeded) {
     GpuWorld world(NodeOf{0, 0, 1, 1, 2});
     world.run([&](int rank, Gpu& gpu, Engine& engine) {
       const auto use = [&](int32_t set, Description how, float expected) {
-        There there(world.ranks, rank, gpu, how, 1000, DType::kF32, set);
+        BucketThere there(world.ranks, rank, gpu, how, 1000, DType::kF32, set);
         EXPECT_EQ(there.exchange([](int64_t) { return 1.0f; }), all(1000, expected));
       };
       const auto expect_begun = [&](int count) {
@@ -343,7 +285,7 @@ TEST(NcclNodes, AreMadeWhileOthersAreUnderWay) {
     RequestPtr plain = other.on_device(allreduce_of("plain", values));
     plain->description.on_device = true;
     finish(engine, engine.submit(plain, Urgency::kNow));
-    There there(world.ranks, rank, gpu, through("minmax_u8", ReduceOp::kSum), 1000);
+    BucketThere there(world.ranks, rank, gpu, through("minmax_u8", ReduceOp::kSum), 1000);
     there.compute([](int64_t) { return 1.0f; });
     const HandlePtr handle = there.launch();
     finish(engine, handle);
@@ -361,10 +303,10 @@ TEST(NcclNodes, AreCapturedOnceTheyAreThere) {
     gpu.compute(values, 1);
     gpu.exchange(engine, allreduce_of("plain", values), values);
 
-    There there(world.ranks, rank, gpu, how, kCount);
+    BucketThere there(world.ranks, rank, gpu, how, kCount);
     int round = 0;
     const auto give = [&] {
-      there.compute([rank, &round](int64_t i) { return value_of(rank, round, i); });
+      there.compute([rank, &round](int64_t i) { return given_by(rank, round, i); });
       return there.launch();
     };
     const auto early = gpu.device.capture(gpu.stream);
@@ -372,8 +314,8 @@ TEST(NcclNodes, AreCapturedOnceTheyAreThere) {
                     "one exchange before the capture");
     PretendDevice::end(*early);
 
-    There at_once(world.ranks, rank, gpu, how, kCount);
-    at_once.exchange([=](int64_t i) { return value_of(rank, 0, i); });
+    BucketThere at_once(world.ranks, rank, gpu, how, kCount);
+    at_once.exchange([=](int64_t i) { return given_by(rank, 0, i); });
     const auto graph = gpu.device.capture(gpu.stream);
     const HandlePtr handle = give();
     finish(engine, handle);
@@ -386,10 +328,10 @@ TEST(NcclNodes, AreCapturedOnceTheyAreThere) {
       const auto* data = reinterpret_cast<const float*>(there.bucket.data());
       const Values seen(data, data + kCount);
       // The one has seen one round more, whose losses are in what it keeps.
-      There fresh(world.ranks, rank, gpu, how, kCount);
+      BucketThere fresh(world.ranks, rank, gpu, how, kCount);
       Values expected;
       for (int again = 1; again <= now; ++again)
-        expected = fresh.exchange([=](int64_t i) { return value_of(rank, again, i); });
+        expected = fresh.exchange([=](int64_t i) { return given_by(rank, again, i); });
       EXPECT_EQ(seen, expected) << round;
     }
   });
@@ -404,7 +346,7 @@ const NodeOf kThreeAndOne = {0, 0, 0, 1};
 void expect_sums(GpuWorld& world, const Description& how, int at_least, int at_most) {
   const int before = FakeNccl::calls();
   world.run([&](int rank, Gpu& gpu, Engine&) {
-    There there(world.ranks, rank, gpu, how, 1000);
+    BucketThere there(world.ranks, rank, gpu, how, 1000);
     for (int i = 0; i < 2; ++i)
       EXPECT_EQ(there.exchange([](int64_t) { return 1.0f; }), all(1000, 4)) << how.codec;
   });
@@ -433,7 +375,7 @@ TEST(NcclNodes, HowTheyGoIsToldOnce) {
     expect_sums(world, through("minmax_u8", ReduceOp::kSum), 3, kAnyNumber);
   }
   const std::string text = testing::internal::GetCapturedStderr();
-  EXPECT_EQ(times(text, "exact inside nodes: NCCL within, codec between 1 leaders a node"), 4u)
+  EXPECT_EQ(times(text, "exact inside nodes: NCCL within, and between 1 leaders of each"), 4u)
       << text;
 }
 
@@ -449,7 +391,7 @@ std::string what_is_told_of_the_host(const std::function<void(GpuWorld&)>& prepa
     }
   }
   const std::string text = testing::internal::GetCapturedStderr();
-  EXPECT_EQ(times(text, "codecs that are exact inside nodes go by the host's memory"), 1u) << text;
+  EXPECT_EQ(times(text, "what is exact only inside nodes goes by the host's memory"), 1u) << text;
   EXPECT_EQ(times(text, "arning"), 1u) << text;
   return text;
 }
@@ -495,7 +437,8 @@ TEST(NcclNodes, GoByTheHostWhereNcclGivesNoId) {
     world.gpus[2]->own.use_nccl(&poor);
     world.run([&](int rank, Gpu& gpu, Engine& engine) {
       const auto use = [&](int32_t set, const std::string& codec, float expected) {
-        There there(world.ranks, rank, gpu, through(codec, ReduceOp::kSum), 1000, DType::kF32, set);
+        BucketThere there(world.ranks, rank, gpu, through(codec, ReduceOp::kSum), 1000, DType::kF32,
+                          set);
         EXPECT_EQ(there.exchange([](int64_t) { return 1.0f; }), all(1000, expected));
       };
       use(0, "minmax_u8", 6);
@@ -505,7 +448,7 @@ TEST(NcclNodes, GoByTheHostWhereNcclGivesNoId) {
     });
   }
   const std::string text = testing::internal::GetCapturedStderr();
-  EXPECT_CONTAINS(text, "go by the host's memory: rank 2: ncclGetUniqueId failed");
+  EXPECT_CONTAINS(text, "goes by the host's memory: rank 2: ncclGetUniqueId failed");
   EXPECT_EQ(FakeNccl::begun() - begun, 6 + 5 + 2) << "all of each set, and none for nodes";
   EXPECT_EQ(FakeNccl::ids() - ids, 1 + 2) << "of all, and of two nodes, which others use";
 }

@@ -1,0 +1,213 @@
+// Averages with some peers, on devices: as on hosts, whose exchange is the oracle.
+#include "engine/nccl_peers.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <string>
+#include <vector>
+
+#include "common/scaled.h"
+#include "engine/bucket_there.h"
+
+namespace bagua {
+namespace {
+
+const std::string kKinds[] = {"shift_one", "random:0:7", "ring", "exponential"};
+
+Description with(const std::string& peers, bool exact_in_nodes = false) {
+  Description how;
+  how.op = ReduceOp::kAverage;
+  how.peers = peers;
+  how.exact_in_nodes = exact_in_nodes;
+  return how;
+}
+
+// Not what sums of a few are exact for.
+float odd(int rank, int round, int64_t i) { return given_by(rank, round, i) / 7; }
+
+// What the same ranks get of the same values in the memory of their hosts.
+class Here {
+ public:
+  Here(LoopbackWorld& world, int rank, const Description& how, int64_t count, DType dtype)
+      : engine_(*world.engines[static_cast<size_t>(rank)]),
+        count_(count),
+        dtype_(dtype),
+        bucket_(world.engines[static_cast<size_t>(rank)], "here", dtype, {count}, how, 0, 0) {}
+  std::vector<float> exchange(const std::function<float(int64_t)>& value) {
+    auto* floats = reinterpret_cast<float*>(bucket_.data());
+    auto* halves = reinterpret_cast<BF16*>(bucket_.data());
+    for (int64_t i = 0; i < count_; ++i) {
+      if (dtype_ == DType::kF32) floats[i] = value(i);
+      if (dtype_ == DType::kBF16) halves[i] = to_bf16(value(i));
+    }
+    finish(engine_, bucket_.launch(Urgency::kNow));
+    std::vector<float> values;
+    for (int64_t i = 0; i < count_; ++i)
+      values.push_back(dtype_ == DType::kF32 ? floats[i] : to_float(halves[i]));
+    return values;
+  }
+
+ private:
+  Engine& engine_;
+  const int64_t count_;
+  const DType dtype_;
+  Bucket bucket_;
+};
+
+// How many of NCCL's operations ranks gave.
+int expect_as_here(const NodeOf& node_of, const Description& how, DType dtype, int64_t count,
+                   int rounds) {
+  const int before = FakeNccl::calls();
+  GpuWorld world(node_of);
+  world.run([&](int rank, Gpu& gpu, Engine&) {
+    BucketThere there(world.ranks, rank, gpu, how, count, dtype);
+    Here here(world.ranks, rank, how, count, dtype);
+    for (int round = 0; round < rounds; ++round) {
+      const auto value = [=](int64_t i) { return odd(rank, round, i); };
+      EXPECT_EQ(there.exchange(value), here.exchange(value))
+          << how.peers << ", " << node_of.size() << " ranks, round " << round;
+    }
+  });
+  return FakeNccl::calls() - before;
+}
+
+TEST(NcclPeers, AverageAsOnHosts) {
+  for (const int n : {2, 3, 5})
+    for (const std::string& peers : kKinds)
+      for (const DType dtype : {DType::kF32, DType::kBF16}) {
+        Description how = with(peers);
+        how.postscale = 0.75;
+        EXPECT_GT(expect_as_here(nodes_of(n, 1), how, dtype, 1001, 2 * n), 0);
+      }
+}
+
+// A rank that rests gives nothing to NCCL, the others two each.
+TEST(NcclPeers, GiveNobodyElseAnything) {
+  EXPECT_EQ(expect_as_here(nodes_of(3, 1), with("shift_one"), DType::kF32, 100, 3), 3 * 2 * 2);
+}
+
+TEST(NcclPeers, MeetInParts) {
+  const int64_t count = scaled(32 << 20) / 2 + 77;  // of 16 bits
+  EXPECT_EQ(expect_as_here({0, 1}, with("shift_one"), DType::kBF16, count, 1), 2 * 2 * 2);
+}
+
+// Where several share one only nodes meet, which count by their ranks.
+TEST(NcclPeers, AreNodesWhereThatIsAskedFor) {
+  for (const NodeOf& node_of :
+       {NodeOf{0, 0, 1, 1}, {0, 0, 0, 1, 1}, {0, 1, 2, 0, 1, 2}, {0, 0, 1, 2, 2, 2}})
+    for (const std::string& peers : kKinds)
+      EXPECT_GT(expect_as_here(node_of, with(peers, true), DType::kF32, 8 * 64, 4), 0);
+}
+
+// On one node none is asked for, whatever they are to be: NCCL's own average does it, also of what
+// a codec would carry.
+TEST(NcclPeers, DoNotCountInsideOneNode) {
+  for (const std::string codec : {"", "minmax_u8"}) {
+    const int before = FakeNccl::calls();
+    GpuWorld world(NodeOf{0, 0, 0});
+    world.run([&](int rank, Gpu& gpu, Engine&) {
+      Description how = with("ring", true);
+      how.codec = codec;
+      BucketThere there(world.ranks, rank, gpu, how, 1000);
+      const auto mine = [rank](int64_t) { return static_cast<float>(rank); };
+      EXPECT_EQ(there.exchange(mine), all(1000, 1));
+    });
+    EXPECT_EQ(FakeNccl::calls() - before, 3) << codec;
+  }
+}
+
+TEST(NcclPeers, OfARankAloneAreNone) {
+  EXPECT_EQ(expect_as_here({0}, with("shift_one"), DType::kF32, 100, 2), 2);
+}
+
+// Copies of neighbors are not for devices.
+TEST(NcclPeers, GoByTheHostThroughACodec) {
+  Description how = with("ring");
+  how.codec = "minmax_u8";
+  const int before = FakeNccl::calls();
+  GpuWorld world(2);
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
+    Bucket bucket(world.ranks.engines[static_cast<size_t>(rank)], "there", DType::kF32, {1000}, how,
+                  0, 0, 3, &gpu.device, [&](size_t nbytes) { return gpu.device.allocate(nbytes); });
+    finish(engine, bucket.launch(Urgency::kNow, {}, nullptr, {gpu.device.mark(gpu.stream)}));
+  });
+  EXPECT_EQ(FakeNccl::calls(), before);
+}
+
+// A graph would meet the same peers for ever.
+TEST(NcclPeers, AreNotCaptured) {
+  GpuWorld world(2);
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
+    BucketThere there(world.ranks, rank, gpu, with("shift_one"), 100);
+    there.exchange([](int64_t) { return 1.0f; });
+    const auto graph = gpu.device.capture(gpu.stream);
+    EXPECT_CONTAINS(error_of<UsageError>([&] { finish(engine, there.launch()); }),
+                    "cannot be captured in a CUDA graph");
+    PretendDevice::end(*graph);
+  });
+}
+
+// However far the device is behind, memory for what is received is that of one exchange.
+TEST(NcclPeers, ReceiveInTheSameMemory) {
+  GpuWorld world(2);
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
+    std::vector<float> firsts;
+    std::atomic<bool> go{false};
+    BucketThere there(world.ranks, rank, gpu, with("shift_one"), 1000);
+    there.exchange([](int64_t) { return 1.0f; });
+    const int before = gpu.device.allocations();
+    gpu.hold(go);
+    for (int round = 0; round < 20; ++round) {
+      there.compute([=](int64_t i) { return given_by(rank, round, i); });
+      const HandlePtr handle = there.launch();
+      finish(engine, handle);
+      handle->make_follow(gpu.stream);
+      gpu.device.run(gpu.stream,
+                     [&] { firsts.push_back(*reinterpret_cast<float*>(there.bucket.data())); });
+    }
+    EXPECT_EQ(gpu.device.allocations(), before);
+    go = true;
+    gpu.device.drain(gpu.stream);
+    for (int round = 0; round < 20; ++round)
+      EXPECT_EQ(firsts[static_cast<size_t>(round)],
+                (given_by(0, round, 0) + given_by(1, round, 0)) / 2)
+          << round;
+  });
+}
+
+// Nothing on the device waits for ever.
+TEST(NcclPeers, ADeadOneEndsWhatIsUnderWay) {
+  std::atomic<bool> go{false};
+  std::atomic<int> under_way{0};
+  GpuWorld world(3);
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
+    std::vector<float>& values = gpu.lasting(5000);
+    const auto submit = [&] {
+      RequestPtr request = allreduce_of("x", values, ReduceOp::kAverage);
+      request->description.peers = "ring";
+      return gpu.submit(engine, request, Urgency::kWaited);
+    };
+    gpu.compute(values, 1);
+    EXPECT_EQ(gpu.read(engine, submit(), values), all(values.size(), 1));
+    if (rank == 1) gpu.hold(go);
+    const auto handle = submit();
+    finish(engine, handle);
+    EXPECT_TRUE(handle->may_fail());
+    ++under_way;
+    if (rank == 1) {  // before its device has come so far
+      while (under_way < 3) std::this_thread::yield();
+      gpu.device.fail();
+      return world.ranks.die(rank);
+    }
+    const FailurePtr failure = wait_for_failure(engine);
+    ASSERT_TRUE(failure);
+    EXPECT_CONTAINS(failure->what, "rank 1");
+    handle->make_follow(gpu.stream);
+    gpu.device.drain(gpu.stream);
+  });
+  go = true;
+}
+
+}  // namespace
+}  // namespace bagua
