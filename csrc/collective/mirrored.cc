@@ -8,6 +8,8 @@
 // stands for fewer counts by so much less, and the mean over all stays what it is. This rank's own
 // values are final before anything has arrived, also of several jobs. Steps: 1. Bytes sent per
 // rank: N for each neighbor, in the codec's bytes.
+#include "collective/mirrored.h"
+
 #include <algorithm>
 #include <vector>
 
@@ -20,10 +22,6 @@ namespace {
 // Values that are computed at a time; a multiple of every block.
 constexpr int64_t kPart = 4096;
 
-// What goes of values x, and of copies w, l and r, into how far a rank has moved.
-struct Shares {
-  float x, l, r, w;
-};
 #define BAGUA_MOVED(isa, attribute)                                                               \
   attribute void moved_##isa(const Shares& of, const float* __restrict x,                         \
                              const float* __restrict l, const float* __restrict r,                \
@@ -36,24 +34,15 @@ constexpr decltype(&moved_kBaseline) moves[kIsaCount] = {BAGUA_CLONES(BAGUA_ENTR
 #undef BAGUA_ENTRY
 #undef BAGUA_MOVED
 
-Shares shares_of(const Job& job) {
-  const double mine = job.weight_of(job.group.me());
-  const auto counts = [&](int d) {
-    return std::min(1.0, job.weight_of(job.group.neighbor(d)) / mine);
-  };
-  return {static_cast<float>(1 / mine), static_cast<float>(counts(-1) / 3),
-          static_cast<float>(counts(1) / 3), static_cast<float>((3 + counts(-1) + counts(1)) / 3)};
-}
-
 class Mirrored {
  public:
   explicit Mirrored(Job& job)
       : job_(job),
         group_(job.group),
         coding_(*job.coding),
-        shares_(shares_of(job)),
         left_(group_.neighbor(-1)),
         right_(group_.neighbor(1)),
+        shares_(shares_of(job, left_, group_.me(), right_)),
         segments_(stretches(coding_, 0, job.count)),
         sends_(group_) {}
 
@@ -123,8 +112,8 @@ class Mirrored {
   Job& job_;
   Group& group_;
   const Coding& coding_;
-  const Shares shares_;
   const int left_, right_;
+  const Shares shares_;
   const std::vector<Stretch> segments_;
   char *mine_ = nullptr, *from_left_ = nullptr, *from_right_ = nullptr;
   std::vector<Ticket> coming_;  // by segment, then by neighbor
@@ -144,6 +133,14 @@ class AllMirrored : public AllUnderWay<Mirrored> {
 };
 
 }  // namespace
+
+Shares shares_of(const Job& job, int left, int me, int right) {
+  const double mine = job.weight_of(me);
+  const double l = std::min(1.0, job.weight_of(left) / mine);
+  const double r = std::min(1.0, job.weight_of(right) / mine);
+  return {static_cast<float>(1 / mine), static_cast<float>(l / 3), static_cast<float>(r / 3),
+          static_cast<float>((3 + l + r) / 3)};
+}
 
 std::unique_ptr<UnderWay> mirrored(const Jobs& jobs) { return std::make_unique<AllMirrored>(jobs); }
 

@@ -54,9 +54,10 @@ bool fits(const Description& d) {
 
 // The same for those with peers, if they count. A graph would meet the same ones for ever.
 bool meets(const Description& d) {
-  bool all = d.codec.empty() && !d.captured;
-  for_each_tensor(
-      d, [&](DType dtype, const int64_t*, size_t) { all = all && can_meet_on_device(dtype); });
+  bool all = !d.captured;
+  for_each_tensor(d, [&](DType dtype, const int64_t*, size_t) {
+    all = all && can_meet_on_device(dtype, !d.codec.empty());
+  });
   return all;
 }
 

@@ -13,13 +13,13 @@ namespace bagua {
 // A bucket of one slot on a device, of floats of 32 or 16 bits, with what its codec keeps.
 struct BucketThere {
   BucketThere(LoopbackWorld& world, int rank, Gpu& gpu, const Description& how, int64_t count,
-              DType dtype = DType::kF32, int32_t set = 0)
+              DType dtype = DType::kF32, int32_t set = 0, int kept = 2)
       : engine(*world.engines[static_cast<size_t>(rank)]),
         gpu(gpu),
         count(count),
         dtype(dtype),
         bucket(world.engines[static_cast<size_t>(rank)], "there", dtype, {count}, how, set,
-               /*priority=*/0, /*kept=*/2, &gpu.device, [&gpu](size_t nbytes) {
+               /*priority=*/0, kept, &gpu.device, [&gpu](size_t nbytes) {
                  auto memory = gpu.device.allocate(nbytes);
                  gpu.device.clear(memory.get(), nbytes, nullptr);
                  return memory;
