@@ -25,7 +25,7 @@ bool Device::drains_in_time(Stream stream) noexcept {
 void Device::keep_until(const Mark& mark, std::shared_ptr<void> owner) {
   {
     std::lock_guard<std::mutex> lock(keeping_);
-    kept_.push_back({mark, std::move(owner)});
+    (captured(mark) ? captured_ : kept_).push_back({mark, std::move(owner)});
   }
   let_go();
 }
@@ -83,22 +83,24 @@ std::shared_ptr<char> Device::lend(size_t nbytes, User user) {
 }
 
 void Device::let_go() {
+  constexpr size_t kLooks = 8;  // in vain
   std::vector<KeptUntil> done;  // outlives the lock
   const std::lock_guard<std::mutex> lock(keeping_);
-  for (size_t i = 0; i < kept_.size();) {
-    bool reached = false;
+  for (size_t in_vain = 0; in_vain < std::min(kLooks, kept_.size());) {
+    if (next_ >= kept_.size()) next_ = 0;
+    KeptUntil& one = kept_[next_];
     try {
-      reached = this->reached(kept_[i].mark);
+      if (!reached(one.mark)) {
+        ++next_;
+        ++in_vain;
+        continue;
+      }
     } catch (const Error&) {
       return;  // it is broken: nobody can say what it still writes to
     }
-    if (reached) {
-      done.push_back(std::move(kept_[i]));
-      kept_[i] = std::move(kept_.back());
-      kept_.pop_back();
-    } else {
-      ++i;
-    }
+    done.push_back(std::move(one));
+    one = std::move(kept_.back());
+    kept_.pop_back();
   }
 }
 
@@ -106,6 +108,8 @@ void Device::forget_kept() {
   std::vector<KeptUntil> kept;  // outlives the lock
   const std::lock_guard<std::mutex> lock(keeping_);
   kept.swap(kept_);
+  for (KeptUntil& one : captured_) kept.push_back(std::move(one));
+  captured_.clear();
 }
 
 }  // namespace bagua

@@ -47,7 +47,8 @@ class Device {
   // Waits until no stream has anything to do.
   virtual void drain_all() = 0;
 
-  // Keeps an owner of memory until the mark is reached, and lets go of those whose marks are.
+  // Keeps an owner of memory until the mark is reached, and lets go of some whose marks are: it
+  // looks at a few, other ones each time, however many there are.
   void keep_until(const Mark& mark, std::shared_ptr<void> owner);
   void let_go();
 
@@ -88,7 +89,8 @@ class Device {
   std::mutex lending_;
   std::multimap<size_t, std::shared_ptr<char>> spare_;  // by size
   std::mutex keeping_;
-  std::vector<KeptUntil> kept_;
+  std::vector<KeptUntil> kept_, captured_;  // the latter for ever: such marks are never reached
+  size_t next_ = 0;                         // of those kept, to be looked at
 };
 
 // The device of this number. Throws a UsageError that says what to do where there is none.

@@ -84,11 +84,12 @@ void Engine::coordinate() {
     drive(nullptr, 0);
     const bool through = stopping && stopped();
     const bool left = agreement_.has_left(at_.rank);
-    const NcclExchange* nccl = runner_.nccl();
+    NcclExchange* const nccl = runner_.nccl();
     watchful_ = agreement_.anything_open() || runner_.on_device() || runner_.captures() ||
                 stopping || (nccl && nccl->has_left()) ||
                 (agreement_.ledger() && (agreement_.ledger()->any_open() || watch_.is_asked()));
-    doze_us = watchful_ ? (stopping && !left && nccl ? kEndUs : kTickUs) : -1;
+    const bool ends = stopping && nccl && (!left || nccl->ends());
+    doze_us = watchful_ ? (ends ? kEndUs : kTickUs) : -1;
     // The wake-up of what came after the last look was perhaps read by that look.
     const bool background = agreement_.has_background() && !failure();
     if (through) at_.channel->close();
@@ -258,6 +259,7 @@ bool Engine::try_stop() {
     fail_everything(make_failure(ErrorKind::kUsage,
                                  "bagua was shut down on this rank while the request was in "
                                  "flight"));
+  if (runner_.nccl() && runner_.nccl()->ends()) return false;
   if (!agreement_.ledger()) return heard && !at_.channel->carries();
   if (!agreement_.all_have_left()) return false;
   // Its own end would overtake what it has posted last.

@@ -81,12 +81,8 @@ NcclExchange::NcclExchange(const NcclLibrary* library, Device* device, const Con
 
 // What other ranks still are to get from NCCL's threads gets a moment.
 NcclExchange::~NcclExchange() {
-  end_left(/*is_last=*/true);
-  for (const bool hurries : {false, true}) {
-    if (hurries) ending_->hurries = true;
-    for (const double late_s = now_s() + kEndS; ending_->count > 0 && now_s() < late_s;)
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
+  end_last();
+  while (ends()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   if (abort()) return;
   for (auto& [nbytes, memory] : borrowed_) keep_for_ever(std::move(memory));
   for (auto& [nbytes, memory] : returned_) keep_for_ever(std::move(memory));
@@ -423,7 +419,18 @@ void NcclExchange::end_left(bool is_last) {
 
 void NcclExchange::finish() {
   while (!sets_.empty()) forget(sets_.begin()->first);
+  end_last();
+}
+
+void NcclExchange::end_last() {
   end_left(/*is_last=*/true);
+  if (finished_s_ == 0) finished_s_ = now_s();
+}
+
+bool NcclExchange::ends() {
+  const double waited_s = now_s() - finished_s_;
+  if (waited_s > kEndS) ending_->hurries = true;
+  return finished_s_ > 0 && ending_->count > 0 && waited_s < 2 * kEndS;
 }
 
 }  // namespace bagua

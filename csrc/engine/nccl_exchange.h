@@ -68,8 +68,10 @@ class NcclExchange {
   void forget(int32_t set);
   bool has_left() const;
   void tidy();
-  // Nothing comes any more. What was given must be done.
+  // Nothing comes any more. What was given must be done. Whether what that began is under way: for
+  // seconds, as NCCL's threads may still have something for other ranks.
   void finish();
+  bool ends();
   Device* device() const { return device_; }
 
  private:
@@ -85,6 +87,7 @@ class NcclExchange {
   };
 
   void end_left(bool is_last);
+  void end_last();
   void agree(int32_t set, const TellAll& tell_all);
   // Ranks of a set, by index, ascending.
   using Members = std::vector<int>;
@@ -121,7 +124,7 @@ class NcclExchange {
   NcclId id_;  // that nobody has used
   bool has_id_ = false;
   Device::Mark last_;
-  double given_s_ = 0;
+  double given_s_ = 0, finished_s_ = 0;
   // Of the device, for the exchange at hand; and by size, of earlier ones, which the next may use
   // though they are under way: what is given to our stream is done in order.
   std::vector<std::pair<size_t, std::shared_ptr<char>>> borrowed_;

@@ -117,9 +117,9 @@ class Handle {
   // The stream that what is exchanged belongs to.
   void began_on(Device::Stream stream) { began_on_ = stream; }
   // What the results were written to has a new owner: a stream that follows, as its first owner
-  // does.
+  // does. That one does not wait for the outputs.
   void let_go() {
-    if (keepalive_) make_follow(began_on_);
+    if (keepalive_ && followed_ != began_on_) device_->follow(began_on_, end_);
     keepalive_.reset();
   }
   // Of a result that other ranks still work at, on the device, nobody knows yet whether it comes.

@@ -10,7 +10,6 @@
 namespace bagua {
 namespace {
 
-constexpr double kLastWorkS = 30;  // that devices still do for others when this rank leaves
 constexpr const char* kNotCaptured =
     "that takes NCCL on all ranks, an allreduce, broadcast or reducescatter that it can do, and "
     "one exchange before the capture";
@@ -335,12 +334,11 @@ void Runner::tidy() {
   if (nccl_) nccl_->tidy();
 }
 
-// What they were given, other ranks may wait for. Then NCCL's own threads send what they still
-// have.
+// What they were given, other ranks may wait for, and so does the program for theirs; that it takes
+// long is for the watch to tell. Then NCCL's own threads send what they still have.
 bool Runner::finish_on_device() {
   if (!nccl_) return true;
-  if (finishing_since_s_ == 0) finishing_since_s_ = now_s();
-  if (nccl_->under_way() && now_s() - finishing_since_s_ < kLastWorkS) return false;
+  if (nccl_->under_way()) return false;
   try {
     if (!agreement_.anything_open() && !nccl_->under_way()) nccl_->finish();
   } catch (const std::exception& error) {

@@ -55,7 +55,7 @@ class Runner {
   // What is done for the engine, but not for the devices.
   bool on_device() const { return nccl_ && nccl_->under_way(); }
   bool captures() const { return nccl_ && nccl_->captures(); }
-  const NcclExchange* nccl() const { return nccl_.get(); }  // null until there is something for it
+  NcclExchange* nccl() const { return nccl_.get(); }  // null until there is something for it
   // Frees what nothing needs any more; between exchanges.
   void tidy();
   // Throws a PeerError if a device has noticed a failure. While on one.
@@ -122,7 +122,6 @@ class Runner {
   // The first one is carried out; the others have begun ahead.
   std::deque<std::unique_ptr<Exchange>> under_way_;
   std::unordered_set<const Collective*> chosen_;
-  double finishing_since_s_ = 0;  // on devices
   std::atomic<int64_t> sent_nbytes_{0}, touched_nbytes_{0}, codec_us_{0}, exchange_count_{0};
 };
 

@@ -2,6 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <memory>
+#include <thread>
+
 #include "common/errors.h"
 #include "device/pretend.h"
 
@@ -25,6 +29,55 @@ TEST(Device, WhatNobodyHasBorrowedMakesRoom) {
   const auto all = device.lend(7 * kMB);
   EXPECT_THROW(device.lend(2 * kMB), UsageError);
   EXPECT_NE(device.lend(kMB), nullptr);
+}
+
+// Asked how far it is, which takes it a while.
+struct AskedDevice : PretendDevice {
+  AskedDevice() : PretendDevice(0) {}
+  bool reached(const Mark& mark) override {
+    ++asked;
+    return PretendDevice::reached(mark);
+  }
+  int asked = 0;
+};
+
+TEST(Device, IsAskedAFewTimesHoweverMuchIsKept) {
+  constexpr int kMany = 1000;
+  AskedDevice device;
+  const Device::Stream held = device.add_stream(), free = device.add_stream();
+  std::atomic<bool> go{false};
+  device.run(held, [&go] {
+    while (!go) std::this_thread::yield();
+  });
+  int alive = 0;
+  const auto keep = [&](Device::Stream stream) {
+    ++alive;
+    device.keep_until(device.mark(stream), std::shared_ptr<int>(&alive, [](int* p) { --*p; }));
+  };
+  for (int i = 0; i < kMany; ++i) keep(held);
+  EXPECT_LE(device.asked, 8 * kMany);
+  EXPECT_EQ(alive, kMany);
+  keep(free);
+  device.drain(free);
+  for (int i = 0; i < kMany && alive > kMany; ++i) device.let_go();
+  EXPECT_EQ(alive, kMany) << "what is reached goes, whatever is not";
+  go = true;
+  device.drain(held);
+  device.let_go();
+  EXPECT_EQ(alive, 0);
+}
+
+TEST(Device, IsNotAskedWhatGraphsMayDoAgain) {
+  AskedDevice device;
+  const Device::Stream stream = device.add_stream();
+  const auto graph = device.capture(stream);
+  const auto owner = std::make_shared<int>();
+  device.keep_until(device.mark(stream), owner);
+  PretendDevice::end(*graph);
+  device.asked = 0;
+  device.let_go();
+  EXPECT_EQ(device.asked, 0);
+  EXPECT_EQ(owner.use_count(), 2);
 }
 
 }  // namespace

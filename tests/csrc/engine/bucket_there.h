@@ -33,12 +33,10 @@ struct BucketThere {
       }
     });
   }
-  HandlePtr launch() {
-    return bucket.launch(Urgency::kNow, {}, nullptr, {gpu.device.mark(gpu.stream)});
-  }
+  HandlePtr launch() { return gpu.launch(bucket); }
   std::vector<float> read(const HandlePtr& handle) {
     finish(engine, handle);
-    handle->make_follow(gpu.stream);
+    gpu.take(handle);
     gpu.device.drain(gpu.stream);
     std::vector<float> values(static_cast<size_t>(count));
     for (size_t i = 0; i < values.size(); ++i)

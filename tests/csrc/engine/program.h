@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "device/pretend.h"
+#include "engine/bucket.h"
 #include "engine/fake_nccl.h"
 #include "engine/loopback_world.h"
 
@@ -40,13 +41,24 @@ struct Program {
     request->device = &device;
     for (Part& part : request->parts) part.on_device = true;
     request->starts = {device.mark(stream)};
+    request->handle->began_on(stream);
     return request;
+  }
+  HandlePtr launch(Bucket& bucket) {
+    HandlePtr handle = bucket.launch(Urgency::kNow, {}, nullptr, {device.mark(stream)});
+    handle->began_on(stream);
+    return handle;
+  }
+  // Of what is done: as a program that waits for it.
+  void take(const HandlePtr& handle) {
+    handle->make_follow(stream);
+    handle->let_go();
   }
   // What the stream finds after the handle.
   std::vector<float> read(Engine& engine, const HandlePtr& handle,
                           const std::vector<float>& values) {
     finish(engine, handle);
-    handle->make_follow(stream);
+    take(handle);
     std::vector<float> seen;
     device.run(stream, [&] { seen = values; });
     device.drain(stream);

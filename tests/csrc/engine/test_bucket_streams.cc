@@ -46,10 +46,10 @@ TEST(BucketStreams, ValuesAreThereWhereverTheyCameFrom) {
       }
       bucket->meet(gpu.stream);
       bucket->part(gpu.stream);
-      const auto handle = bucket->launch(Urgency::kNow, {}, nullptr, {gpu.device.mark(gpu.stream)});
+      const auto handle = gpu.launch(*bucket);
       go = true;
       finish(engine, handle);
-      handle->make_follow(gpu.stream);
+      gpu.take(handle);
       EXPECT_EQ(seen_by(gpu, *bucket, 0), 2);
       EXPECT_EQ(seen_by(gpu, *bucket, 1), 4);
     });

@@ -31,7 +31,7 @@ struct Step {
     gpu.device.run(gpu.stream, [this, &values] { values = in; });
     const HandlePtr handle = submit();
     finish(engine, handle);
-    handle->make_follow(gpu.stream);
+    gpu.take(handle);
     gpu.device.run(gpu.stream, [this, &values] { out = values; });
   }
 };
@@ -97,9 +97,9 @@ TEST_P(CapturedBuckets, KeepTheirMemory) {
       gpu.device.run(gpu.stream, [=, &step] {
         for (int64_t i = 0; i < kCount; ++i) data[i] = value(i, step);
       });
-      const auto handle = bucket.launch(Urgency::kNow, {}, nullptr, {gpu.device.mark(gpu.stream)});
+      const auto handle = gpu.launch(bucket);
       finish(engine, handle);
-      handle->make_follow(gpu.stream);
+      gpu.take(handle);
     };
     const auto values_of = [&](const char* data) {
       gpu.device.drain(gpu.stream);
@@ -179,6 +179,41 @@ TEST(Captured, AReplayEndsWhenAPeerFallsSilent) {
   });
 }
 
+// Nobody is lost, and what NCCL says of its work is all that tells.
+TEST(Captured, WhatNcclNoticesInAReplayIsAPeerError) {
+  GpuWorld world(2);
+  world.run([&](int, Gpu& gpu, Engine& engine) {
+    std::vector<float>& values = gpu.lasting(1000);
+    gpu.compute(values, 1);
+    gpu.exchange(engine, allreduce_of("x", values), values);
+    Step step;
+    const auto submit = [&] { return gpu.submit(engine, allreduce_of("x", values)); };
+    capture(gpu, [&] { step.give(gpu, engine, values, submit); });
+    sum_of_ones(engine, "all have captured it");
+    FakeNccl::lose_peers_of(2);
+    const FailurePtr failure = wait_for_failure(engine);
+    ASSERT_TRUE(failure);
+    EXPECT_EQ(failure->kind, ErrorKind::kPeer);
+  });
+  FakeNccl::lose_peers_of(0);
+}
+
+// Its zeros would be given once, and others replay.
+TEST(Captured, NotWhileARankHasJoined) {
+  GpuWorld world(2);
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
+    std::vector<float> values(1000);
+    gpu.compute(values, 1);
+    gpu.exchange(engine, allreduce_of("x", values), values);
+    if (rank == 0)
+      capture(gpu, [&] {
+        expect_usage_error(engine, gpu.submit(engine, allreduce_of("x", values)),
+                           "rank 1 has joined, and will not do it again");
+      });
+    EXPECT_EQ(join(engine), 0);
+  });
+}
+
 // NCCL would wait for the graph, and the end of a process must not.
 TEST(Captured, EndsWithTheProcess) {
   const int before = FakeNccl::finalized();
@@ -215,7 +250,7 @@ TEST(Captured, AveragesShortFloats) {
           {reinterpret_cast<char*>(values.data()), reinterpret_cast<char*>(values.data())});
       const auto handle = gpu.submit(engine, request);
       finish(engine, handle);
-      handle->make_follow(gpu.stream);
+      gpu.take(handle);
       gpu.device.run(gpu.stream, [&] { out = to_float(values[999]); });
     };
     give();

@@ -179,7 +179,7 @@ TEST(NcclExchange, GathersAndScatters) {
         EXPECT_TRUE(output.on_device);
         int64_t rows = 0;
         for (const int64_t k : output.rows) rows += k;
-        handle->make_follow(gpu.stream);
+        gpu.take(handle);
         std::vector<float> values(static_cast<size_t>(rows) * 10);
         gpu.device.run(gpu.stream, [&] {
           std::memcpy(values.data(), output.data.get(), values.size() * sizeof(float));
@@ -266,7 +266,7 @@ TEST(NcclExchange, CodesLikeACpu) {
             const auto handle =
                 there.launch(Urgency::kNow, {}, nullptr, {gpu.device.mark(gpu.stream)});
             finish(engine, handle);
-            handle->make_follow(gpu.stream);
+            gpu.take(handle);
             gpu.device.drain(gpu.stream);
             EXPECT_EQ(values_of(on_device), values_of(on_host)) << codec << " step " << step;
             // Of single values each rank adds up others there; nothing is lost of a sparse sum.
@@ -439,7 +439,7 @@ std::vector<std::vector<float>> averages(int n, DType dtype, int64_t count, doub
       }
       const auto handle = gpu.submit(engine, request);
       finish(engine, handle);
-      handle->make_follow(gpu.stream);
+      gpu.take(handle);
       gpu.device.drain(gpu.stream);
       auto& mine = results[static_cast<size_t>(rank)];
       for (int64_t i = 0; i < count; ++i)
@@ -507,7 +507,7 @@ TEST(NcclExchange, AveragesSlicesOfShortFloats) {
           {reinterpret_cast<const char*>(values.data()), reinterpret_cast<char*>(slice.data())});
       const auto handle = gpu.submit(engine, request);
       finish(engine, handle);
-      handle->make_follow(gpu.stream);
+      gpu.take(handle);
       gpu.device.drain(gpu.stream);
       for (const BF16 x : slice) EXPECT_EQ(to_float(x), 3);
     });
@@ -537,7 +537,7 @@ TEST(NcclExchange, NoStepAllocatesOnTheDevice) {
       gpu.compute(values, 1);
       const auto handle = gpu.submit(engine, gather_of(values, 150 + step % 30));
       finish(engine, handle);
-      handle->make_follow(gpu.stream);
+      gpu.take(handle);
       RequestPtr coded = allreduce_of("coded", values);
       coded->description.codec = "minmax_u8";
       gpu.exchange(engine, coded, values);
@@ -546,38 +546,44 @@ TEST(NcclExchange, NoStepAllocatesOnTheDevice) {
   });
 }
 
-// Until the stream that has waited for it is through with it.
+// Until the stream that has waited for it is through with it, wherever the values came from.
 TEST(NcclExchange, AResultIsNotOverwrittenWhileItIsRead) {
   GpuWorld world(2);
-  world.run([&](int, Gpu& gpu, Engine& engine) {
-    std::vector<float> values(2000);
-    std::atomic<bool> go{false};
-    std::vector<float> seen(4000);
-    {
-      gpu.compute(values, 7);
-      const auto handle = gpu.submit(engine, gather_of(values, 200));
-      finish(engine, handle);
-      handle->make_follow(gpu.stream);
-      gpu.hold(go);
-      const char* result = handle->outputs.at(0).data.get();
-      gpu.device.run(gpu.stream,
-                     [&, result] { std::memcpy(seen.data(), result, seen.size() * 4); });
-    }
-    Program other(gpu.device);
-    std::vector<float> others(2000);
-    for (int step = 0; step < 5; ++step) {
-      other.compute(others, 1);
-      RequestPtr gather = other.on_device(gather_of(others, 200));
-      gather->description.on_device = true;
-      const auto handle = engine.submit(gather, Urgency::kNow);
-      finish(engine, handle);
-      handle->make_follow(other.stream);
-      gpu.device.drain(other.stream);
-    }
-    go = true;
-    gpu.device.drain(gpu.stream);
-    EXPECT_EQ(seen, all(seen.size(), 7));
-  });
+  for (const bool elsewhere : {false, true})
+    world.run([&](int, Gpu& gpu, Engine& engine) {
+      std::vector<float> values(2000);
+      std::atomic<bool> go{false};
+      std::vector<float> seen(4000);
+      {
+        Program side(gpu.device);
+        Program& begins = elsewhere ? side : gpu;
+        begins.compute(values, 7);
+        RequestPtr gather = begins.on_device(gather_of(values, 200));
+        gather->description.on_device = true;
+        gather->keepalive = std::make_shared<int>();
+        const auto handle = engine.submit(gather, Urgency::kNow);
+        finish(engine, handle);
+        gpu.take(handle);
+        gpu.hold(go);
+        const char* result = handle->outputs.at(0).data.get();
+        gpu.device.run(gpu.stream,
+                       [&, result] { std::memcpy(seen.data(), result, seen.size() * 4); });
+      }
+      Program other(gpu.device);
+      std::vector<float> others(2000);
+      for (int step = 0; step < 5; ++step) {
+        other.compute(others, 1);
+        RequestPtr gather = other.on_device(gather_of(others, 200));
+        gather->description.on_device = true;
+        const auto handle = engine.submit(gather, Urgency::kNow);
+        finish(engine, handle);
+        other.take(handle);
+        gpu.device.drain(other.stream);
+      }
+      go = true;
+      gpu.device.drain(gpu.stream);
+      EXPECT_EQ(seen, all(seen.size(), 7));
+    });
 }
 
 // A program that makes and removes them for ever must not run out of memory, nor wait.

@@ -86,6 +86,60 @@ TEST(NcclFailure, ADeadPeerEndsWhatIsUnderWay) {
   go = true;
 }
 
+// Who leaves still gets its own results, and others theirs.
+TEST(NcclFailure, WhoLeavesWaitsForWhatIsUnderWay) {
+  std::atomic<bool> go{false};
+  GpuWorld world(2);
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
+    std::vector<float>& values = gpu.lasting(1000);
+    gpu.compute(values, 1);
+    if (rank == 0) gpu.hold(go);  // far behind
+    const auto handle = gpu.submit(engine, allreduce_of("x", values));
+    finish(engine, handle);
+    gpu.take(handle);
+    if (rank == 0) return;
+    engine.stop();
+    EXPECT_FALSE(engine.wait_stopped(1));
+    go = true;
+    EXPECT_TRUE(engine.wait_stopped(kHangS));
+    EXPECT_FALSE(engine.failure());
+    gpu.device.drain(gpu.stream);
+    EXPECT_EQ(values, all(values.size(), 2));
+  });
+}
+
+TEST(NcclFailure, WhoLeavesWaitsNoLongerThanItIsTold) {
+  Config config = quiet_config();
+  config.stall_fail_s = 0.5;
+  std::atomic<bool> go{false};
+  GpuWorld world(2, /*has_nccl=*/true, config);
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
+    std::vector<float>& values = gpu.lasting(1000);
+    gpu.compute(values, 1);
+    if (rank == 0) gpu.hold(go);
+    finish(engine, gpu.submit(engine, allreduce_of("x", values)));
+    if (rank == 0) return;
+    engine.stop();
+    EXPECT_TRUE(engine.wait_stopped(kHangS));
+    ASSERT_TRUE(engine.failure());
+    EXPECT_CONTAINS(engine.failure()->what, "(stall_fail_s)");
+    go = true;
+  });
+  go = true;
+}
+
+// Behind it are threads that call NCCL, and after it the process may end.
+TEST(NcclFailure, WhoHasStoppedIsThroughWithNccl) {
+  GpuWorld world(2);
+  exchange_once(world);
+  FakeNccl::hang_aborts(true);
+  for (auto& engine : world.ranks.engines) engine->stop();
+  EXPECT_FALSE(world.ranks[1].wait_stopped(0.5));
+  FakeNccl::hang_aborts(false);
+  world.ranks.stop();
+  EXPECT_EQ(FakeNccl::under_abort(), 0);
+}
+
 TEST(NcclFailure, AnErrorOfNcclLeavesNoGroupOpen) {
   GpuWorld world(2);
   FakeNccl::fail_next();

@@ -319,7 +319,7 @@ TEST(NcclNodes, AreCapturedOnceTheyAreThere) {
     const auto graph = gpu.device.capture(gpu.stream);
     const HandlePtr handle = give();
     finish(engine, handle);
-    handle->make_follow(gpu.stream);
+    gpu.take(handle);
     PretendDevice::end(*graph);
     for (round = 1; round < 4; ++round) {
       const int now = round;

@@ -166,7 +166,7 @@ TEST(NcclPeers, GoByTheHostWhereElementsWantThat) {
     world.run([&, dtype = dtype](int rank, Gpu& gpu, Engine& engine) {
       Bucket bucket(world.ranks.engines[static_cast<size_t>(rank)], "there", dtype, {1000}, how, 0,
                     0, 0, &gpu.device, [&](size_t nbytes) { return gpu.device.allocate(nbytes); });
-      const auto handle = bucket.launch(Urgency::kNow, {}, nullptr, {gpu.device.mark(gpu.stream)});
+      const auto handle = gpu.launch(bucket);
       try {
         finish(engine, handle);
       } catch (const Error&) {  // hosts have no way for it, either
@@ -203,7 +203,7 @@ TEST(NcclPeers, ReceiveInTheSameMemory) {
       there.compute([=](int64_t i) { return given_by(rank, round, i); });
       const HandlePtr handle = there.launch();
       finish(engine, handle);
-      handle->make_follow(gpu.stream);
+      gpu.take(handle);
       gpu.device.run(gpu.stream,
                      [&] { firsts.push_back(*reinterpret_cast<float*>(there.bucket.data())); });
     }

@@ -30,12 +30,10 @@ struct Arena {
   void compute(float value) {
     gpu.device.run(gpu.stream, [to = values(), value] { std::fill(to, to + kCount, value); });
   }
-  HandlePtr launch() {
-    return bucket.launch(Urgency::kNow, {}, nullptr, {gpu.device.mark(gpu.stream)});
-  }
+  HandlePtr launch() { return gpu.launch(bucket); }
   std::vector<float> read(const HandlePtr& handle) {
     finish(engine, handle);
-    handle->make_follow(gpu.stream);
+    gpu.take(handle);
     std::vector<float> seen;
     gpu.device.run(gpu.stream, [&] { seen.assign(values(), values() + kCount); });
     gpu.device.drain(gpu.stream);
@@ -116,9 +114,20 @@ TEST_F(Registered, ABucketThatGoesIsForgotten) {
     goes->read(goes->launch());
     goes->compute(1);
     gpu.hold(go);
-    finish(engine, goes->launch());  // given to the device, which holds it
+    {
+      const HandlePtr handle = goes->launch();  // given to the device, which holds it
+      finish(engine, handle);
+      gpu.take(handle);
+    }
     goes.reset();
+    stays.compute(1);
+    const HandlePtr behind = stays.launch();
+    finish(engine, behind);
+    sum_of_ones(engine, "all have given it");
+    EXPECT_EQ(FakeNccl::registered(), before + 4) << "both, on either rank";
+    sum_of_ones(engine, "all have looked");
     go = true;
+    EXPECT_EQ(stays.read(behind), all(kCount, 2));
     for (int step = 0; step < 3; ++step) {
       stays.compute(1);
       EXPECT_EQ(stays.read(stays.launch()), all(kCount, 2));

@@ -158,7 +158,7 @@ std::vector<float> output_of(Program& program, Engine& engine, const HandlePtr& 
   EXPECT_EQ(handle->device(), &program.device);
   const Output& output = handle->outputs.at(index);
   EXPECT_TRUE(output.on_device);
-  handle->make_follow(program.stream);
+  program.take(handle);
   std::vector<float> seen;
   program.device.run(program.stream, [&, from = reinterpret_cast<float*>(output.data.get())] {
     seen.assign(from, from + count);
@@ -279,13 +279,46 @@ TEST(Staging, ABucketsArenaIsOnTheDevice) {
         device.run(program.stream, [&arena, step] {
           std::fill(arena.begin(), arena.end(), static_cast<float>(step));
         });
-        const auto handle =
-            bucket.launch(Urgency::kNow, {}, nullptr, {device.mark(program.stream)});
+        const auto handle = program.launch(bucket);
         EXPECT_EQ(program.read(world[rank], handle, arena),
                   std::vector<float>(arena.size(), static_cast<float>(2 * step)));
       }
     });
   }
+}
+
+// The one after the next comes to memory that is left by many results, one after the other.
+TEST(Staging, NothingComesToMemoryThatResultsHaveYetToLeave) {
+  constexpr size_t kTensors = 10, kCount = 3000;
+  PretendDevice device(/*work_us=*/5000);
+  LoopbackWorld world(2);
+  world.run([&](int rank) {
+    Program program(device);
+    std::vector<std::vector<float>> told(kTensors, std::vector<float>(kCount));
+    RequestPtr broadcast = request_of(OpKind::kBroadcast, "told");
+    broadcast->description.root = 0;
+    for (size_t i = 0; i < kTensors; ++i) {
+      program.compute(told[i], rank == 0 ? static_cast<float>(i) : kStale);
+      add_vector(*broadcast, told[i]);
+    }
+    std::vector<float> next(kCount), after(kTensors * kCount);
+    program.compute(next, 1);
+    program.compute(after, 1);
+    device.drain(program.stream);
+    std::vector<HandlePtr> handles;
+    const auto exchange = [&](RequestPtr request) {
+      handles.push_back(world[rank].submit(program.on_device(std::move(request)), Urgency::kNow));
+      finish(world[rank], handles.back());
+    };
+    exchange(broadcast);
+    exchange(allreduce_of("next", next));
+    exchange(allreduce_of("after", after));
+    for (const HandlePtr& handle : handles) program.take(handle);
+    device.drain(program.stream);
+    for (size_t i = 0; i < kTensors; ++i) EXPECT_EQ(told[i], all(kCount, static_cast<float>(i)));
+    EXPECT_EQ(next, all(kCount, 2));
+    EXPECT_EQ(after, all(kTensors * kCount, 2));
+  });
 }
 
 TEST(Staging, MemoryStaysWhileResultsAreOnTheirWay) {
