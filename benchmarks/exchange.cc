@@ -1,11 +1,11 @@
 // What the engine itself takes for an exchange on a device, where there is none: `make
 // bench-exchange`.
 //
-// Device and NCCL are functions that return at once and count how often they are called, so what is
-// left is the engine: from the launch of a bucket until the caller's stream waits for its sum. One
-// by one each bucket is waited for before the next; together, all are given before any is waited
-// for, as in a step. Ranks are threads, whose messages take the shortest way there is; beyond cores
-// they wait for each other.
+// Device (csrc/device/device.h) and NCCL are functions that return at once and count how often they
+// are called, so what is left is the engine: from the launch of a bucket until the caller's stream
+// waits for its sum. One by one each bucket is waited for before the next; together, all are given
+// before any is waited for, as in a step. Ranks are threads, whose messages take the shortest way
+// there is; beyond cores they wait for each other.
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -35,8 +35,7 @@ constexpr int kWarmup = 20;
 constexpr double kLimitS = 60;
 
 struct Calls {
-  std::atomic<int64_t> marks{0}, follows{0}, contexts{0}, nccl{0};
-  int64_t of_device() const { return marks + follows + contexts; }
+  std::atomic<int64_t> device{0}, nccl{0};
 } calls;
 
 const NcclLibrary& idle_nccl() {
@@ -87,11 +86,14 @@ class IdleDevice : public Device {
   int number() const override { return 0; }
   std::string identity() const override { return identity_; }
   Mark mark(Stream) override {
-    ++calls.marks;
+    ++calls.device;
     return std::make_shared<int>();
   }
-  void follow(Stream, const Mark&) override { ++calls.follows; }
-  bool reached(const Mark&) override { return true; }
+  void follow(Stream, const Mark&) override { ++calls.device; }
+  bool reached(const Mark&) override {
+    ++calls.device;
+    return true;
+  }
   bool captured(const Mark&) const override { return false; }
   void copy(void* to, const void* from, size_t nbytes, Stream) override {
     std::memcpy(to, from, nbytes);
@@ -105,7 +107,7 @@ class IdleDevice : public Device {
   const NcclLibrary* nccl(const std::string&, std::string&) override { return &idle_nccl(); }
   Stream add_stream() override { return &streams_.emplace_back(); }
   void as_current(const std::function<void()>& work) override {
-    ++calls.contexts;
+    ++calls.device;
     work();
   }
   std::shared_ptr<char> pin(std::shared_ptr<char> memory, size_t) override { return memory; }
@@ -180,7 +182,7 @@ void measure(int size, const Way& way) {
   for (int rank = 0; rank < size; ++rank)
     threads.emplace_back([&, rank] {
       for (int round = 0; round < kRounds; ++round) {
-        if (rank == 0 && round == kWarmup) of_device = calls.of_device(), of_nccl = calls.nccl;
+        if (rank == 0 && round == kWarmup) of_device = calls.device, of_nccl = calls.nccl;
         const double start = now_s();
         (ranks[static_cast<size_t>(rank)].*way.run)();
         if (rank == 0 && round >= kWarmup) us.push_back((now_s() - start) / kBuckets * 1e6);
@@ -190,7 +192,7 @@ void measure(int size, const Way& way) {
   std::sort(us.begin(), us.end());
   const double exchanges = static_cast<double>(kRounds - kWarmup) * kBuckets * size;
   std::printf("%5d  %-12s %6.1f us  %6.1f us  %9.1f  %9.1f\n", size, way.name, us[us.size() / 2],
-              us.front(), static_cast<double>(calls.of_device() - of_device) / exchanges,
+              us.front(), static_cast<double>(calls.device - of_device) / exchanges,
               static_cast<double>(calls.nccl - of_nccl) / exchanges);
   for (Rank& rank : ranks) rank.stop();
   for (Rank& rank : ranks) rank.wait_stopped();
@@ -201,10 +203,10 @@ void measure(int size, const Way& way) {
 int main() {
   std::printf("an exchange of a bucket, of %d in a row; median and least of %d rounds\n", kBuckets,
               kRounds - kWarmup);
-  std::printf("%5s  %-12s %9s  %9s  %9s  %9s\n", "ranks", "", "median", "least", "of CUDA",
+  std::printf("%5s  %-12s %9s  %9s  %9s  %9s\n", "ranks", "", "median", "least", "of Device",
               "of NCCL");
   for (const int size : {1, 2})
     for (const Way& way : {Way{"one by one", &Rank::one_by_one}, Way{"together", &Rank::together}})
       measure(size, way);
-  std::printf("of CUDA, of NCCL: how often their functions were called for it\n");
+  std::printf("of Device, of NCCL: how often their functions were called for it\n");
 }

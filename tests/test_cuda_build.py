@@ -3,31 +3,48 @@
 from __future__ import annotations
 
 import importlib.util
+import struct
 from pathlib import Path
 
 import pytest
 
 from bagua.common.core import core
 
-_spec = importlib.util.spec_from_file_location(
-    "cuda_toolkit", Path(__file__).parents[1] / "cmake" / "cuda_toolkit.py"
-)
+ROOT = Path(__file__).parents[1]
+_spec = importlib.util.spec_from_file_location("cuda_toolkit", ROOT / "cmake" / "cuda_toolkit.py")
 assert _spec is not None
 assert _spec.loader is not None
 cuda_toolkit = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(cuda_toolkit)
 
 
+def kernels_in(extension: bytes) -> list[set[tuple[str, int]]]:
+    """By source: what there is of its kernels, and for which architectures."""
+    fat_binary = struct.Struct("<IHHQ")  # its magic number, version, and what it and the rest take
+    entry = struct.Struct("<HHIQ")  # its kind, version, and what it and its code take
+    sources, at = [], 0
+    while (at := extension.find(struct.pack("<I", 0xBA55ED50), at)) >= 0:
+        _, _, nbytes, rest = fat_binary.unpack_from(extension, at)
+        at += nbytes
+        end, kernels = at + rest, set()
+        while at < end:
+            kind, _, nbytes, code = entry.unpack_from(extension, at)
+            (arch,) = struct.unpack_from("<I", extension, at + 28)
+            kernels.add(({1: "ptx", 2: "sm"}[kind], arch))
+            at += nbytes + code
+        sources.append(kernels)
+    return sources
+
+
 def test_kernels_are_for_all_of_these_gpus_and_newer_ones():
     built = core.build_info()["cuda"]
-    expected = set()
-    if built != "not built":
-        expected = {b"sm_80", b"sm_90"}
-        if tuple(map(int, built.split("."))) >= (12, 8):
-            expected.add(b"sm_100")
-    extension = Path(core.__file__).read_bytes()
-    known = {b"sm_80", b"sm_90", b"sm_100"}
-    assert {arch for arch in known if b"-arch " + arch in extension} == expected
+    sources = kernels_in(Path(core.__file__).read_bytes())
+    if built == "not built":
+        assert not sources
+        return
+    archs = [80, 90, 100] if tuple(map(int, built.split("."))) >= (12, 8) else [80, 90]
+    expected = {*(("sm", arch) for arch in archs), ("ptx", archs[-1])}
+    assert sources == [expected] * len(list((ROOT / "csrc").rglob("*.cu")))
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ import contextlib
 import difflib
 import math
 import os
+import pwd
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Union
 
@@ -345,6 +346,13 @@ def claim_place() -> None:
             "launcher gave; init() belongs into the rank itself, not into a worker of its own"
         )
     os.environ["BAGUA_PLACE"] = claim
+
+
+def give_home(environment: MutableMapping[str, str]) -> None:
+    """Open MPI ends a process that has none, as a service's may."""
+    if "HOME" not in environment:
+        with contextlib.suppress(KeyError):  # of a user whom nobody knows
+            environment["HOME"] = pwd.getpwuid(os.getuid()).pw_dir
 
 
 # Settings of Open MPI's that are better than its own, unless somebody has chosen others by the same

@@ -78,7 +78,7 @@ def meet(comm: MPI.Comm, timeout_s: float) -> None:
 
 def _complete(request: MPI.Request, comm: MPI.Comm, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    while not request.Test():
+    while not _is_done(request):
         if time.monotonic() > deadline:
             _broken_off.append(request)
             raise PeerError(
@@ -86,6 +86,13 @@ def _complete(request: MPI.Request, comm: MPI.Comm, timeout_s: float) -> None:
                 "(start_timeout_s); did one fail before it?"
             )
         time.sleep(0.001)
+
+
+def _is_done(request: MPI.Request) -> bool:
+    try:
+        return request.Test()
+    except MPI.Exception as error:  # of an MPI that survives the loss of a process
+        raise PeerError(f"a rank has ended while others were in init ({error})") from None
 
 
 @dataclass

@@ -6,6 +6,9 @@ not start MPI: it has inherited its parent's place in the job and would take it 
 
 from __future__ import annotations
 
+import os
+from contextlib import AbstractContextManager
+
 import mpi4py
 
 mpi4py.rc.initialize = False  # has no effect, and need not, if somebody imported mpi4py.MPI before
@@ -13,7 +16,7 @@ mpi4py.rc.finalize = False
 
 from mpi4py import MPI  # noqa: E402
 
-from bagua.common.config import claim_place, suggested  # noqa: E402
+from bagua.common.config import claim_place, give_home, suggested  # noqa: E402
 from bagua.common.errors import UsageError  # noqa: E402
 
 __all__ = ["MPI", "end", "ends_with_us", "start"]
@@ -27,15 +30,19 @@ _LEVELS = {
 _ours = False  # we started it, so we end it
 
 
-def start() -> None:
-    """Starts MPI unless somebody has; refuses in a child of a rank."""
+def start(guarded: AbstractContextManager[object]) -> None:
+    """Starts MPI unless somebody has; refuses in a child of a rank.
+
+    That returns when all ranks are there, and nothing interrupts it, so it is guarded.
+    """
     global _ours
     claim_place()
     if MPI.Is_finalized():
         raise UsageError("MPI has been finalized in this process; init() must come before")
     if not MPI.Is_initialized():
         level = _LEVELS[mpi4py.rc.thread_level] if mpi4py.rc.threads else MPI.THREAD_SINGLE
-        with suggested():
+        give_home(os.environ)
+        with suggested(), guarded:
             MPI.Init_thread(level)
         _ours = True
 

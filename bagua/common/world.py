@@ -59,7 +59,12 @@ def init(
         _refuse_other(config, settings)
         _add_missing(process_sets or ())
         return
-    mpi.start()
+    late = (
+        f"bagua.init() ends this process: MPI has not started within {config.start_timeout_s:g} s "
+        "(start_timeout_s). Has another rank not called init(), has it ended before, or does it "
+        "not run?\n"
+    )
+    mpi.start(core.Deadline(min(config.start_timeout_s, 1e9), late))
     if not _exit_hook_installed:
         _install_exit_hooks()  # first: also a failing init must not wait in MPI_Finalize
         _exit_hook_installed = True

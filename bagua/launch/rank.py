@@ -327,7 +327,7 @@ def _take_gpu() -> None:
     place, ranks = _first_of(_LOCAL_RANK_VARIABLES), _first_of(_LOCAL_SIZE_VARIABLES)
     problem = ""
     if not gpus:
-        problem = f"there are no GPUs here that {GPUS} or NVIDIA's driver would tell of"
+        problem = f"no GPUs are told of by {GPUS} or NVIDIA's driver; ranks go on without one"
     elif ranks.isdigit() and int(ranks) > len(gpus):
         problem = f"{ranks} ranks here have to share {len(gpus)}"
     if problem and place in ("", "0"):

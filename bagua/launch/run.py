@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from bagua.common.config import Config, parse
+from bagua.common.config import Config, give_home, parse
 from bagua.common.errors import UsageError
 from bagua.launch.channel import checked_interfaces
 from bagua.launch.check_build import report
@@ -25,6 +25,7 @@ USAGE_CODE = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run bagua-run's command line and return its exit code."""
+    give_home(os.environ)
     try:
         return _run(parse_command_line(sys.argv[1:] if arguments is None else arguments))
     except UsageError as error:

@@ -78,8 +78,7 @@ def tell_what_is_exact(chosen: Algorithm, process_set: ProcessSet) -> None:
         return
     if len(set(world().nodes(process_set))) == 1:
         warn(
-            f"all ranks share a machine, where {chosen.name or 'this algorithm'} averages over all "
-            "of them, exactly: its codec and its peers count between machines. To have them here, "
-            "too, choose it with hierarchical=False, or let ranks exchange messages (bagua-run "
-            "--transport mpi)",
+            f"all ranks share a machine, where {chosen.name or 'this algorithm'} is an exact "
+            "average over all of them: codec and peers are for what goes between machines. "
+            "hierarchical=False, or bagua-run --transport mpi, takes them here, too",
         )

@@ -13,6 +13,7 @@ from typing import Any
 
 from bagua.algorithms import Algorithm
 from bagua.common.process_set import ProcessSet
+from bagua.common.ranks_text import ranks_text
 from bagua.common.together import gathered_if_any
 from bagua.common.warn import warn
 from bagua.common.world import world
@@ -75,8 +76,11 @@ class Loaded:
         if all(theirs is None for _, theirs in everyone):
             return False
         problems = [text for text, _ in everyone if text]
-        if any(theirs != layout for _, theirs in everyone):
-            problems.append("ranks have checkpoints of different steps, or none")
+        have = [rank for rank, (_, it) in zip(process_set.ranks, everyone) if it is not None]
+        if len(have) < len(everyone):
+            problems.append(f"only {ranks_text(have)} loaded it")
+        elif any(theirs != layout for _, theirs in everyone):
+            problems.append("ranks have checkpoints of different steps")
         if problems and warns:
             size = process_set.size()
             resized = state["identity"].get("size", size) != size

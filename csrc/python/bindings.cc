@@ -11,6 +11,7 @@
 
 #include "collective/collective.h"
 #include "common/config.h"
+#include "common/deadline.h"
 #include "common/log.h"
 #include "control/socket.h"
 #include "control/socket_channel.h"
@@ -190,6 +191,11 @@ PYBIND11_MODULE(_core, m) {
       .def("drain", &PretendedStream::drain, py::call_guard<py::gil_scoped_release>());
   m.def("mpi_compiled", mpi_compiled);
   m.def("local_addresses", local_addresses);
+
+  py::class_<Deadline>(m, "Deadline")  // its time begins where it is entered
+      .def(py::init<double, std::string>())
+      .def("__enter__", &Deadline::begin)
+      .def("__exit__", [](Deadline& deadline, const py::args&) { deadline.call_off(); });
 
   py::class_<SocketListener>(m, "Listener")
       .def(py::init<int, const std::string&>())

@@ -616,6 +616,24 @@ if MPI.COMM_WORLD.rank == 1:
     assert "start_timeout_s" in result.stdout[0]
 
 
+# Before all are there nothing but MPI waits, which nothing interrupts.
+@pytest.mark.parametrize("fault_tolerant", [False, True])
+@pytest.mark.parametrize("culprit", ["time.sleep(40)", "os._exit(0)"])
+def test_rank_that_does_not_come_to_init(run, culprit, fault_tolerant):
+    result = run(
+        2,
+        "bagua.init()",
+        start=f"""
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    {culprit}
+""",
+        env={"BAGUA_START_TIMEOUT_S": "2"},
+        fault_tolerant=fault_tolerant,
+    )
+    if fault_tolerant or "sleep" in culprit:  # else mpirun is the first to end it
+        assert "MPI has not started within 2 s (start_timeout_s)" in result.stderr[0], result
+
+
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_rank_that_fails_in_init_alone(run, culprit):
     result = run(

@@ -75,9 +75,12 @@ class Tiny(nn.Module):
         self.square = nn.Parameter(torch.ones(2, 2))
         self.scalar = nn.Parameter(torch.zeros(()))
         self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.strided = nn.Parameter(torch.zeros(1, 2)[:, 0])
 
     def forward(self, rows, me):
-        return rows * self.single + self.square.sum() + self.scalar + self.empty.sum()
+        return (
+            rows * self.single + self.square.sum() + self.scalar + self.empty.sum() + self.strided
+        )
 
 
 MODELS = {"tied": Tied, "unused": Unused, "sparse": Sparse, "tiny": Tiny}
