@@ -146,7 +146,9 @@ class Rank {
 
  private:
   HandlePtr launch(Bucket& bucket) {
-    return bucket.launch(Urgency::kNow, {}, nullptr, {device_.mark(&stream_)});
+    HandlePtr handle = bucket.launch(Urgency::kNow, {}, nullptr, {device_.mark(&stream_)});
+    handle->began_on(&stream_);
+    return handle;
   }
   void wait(const HandlePtr& handle) {
     if (!engine_->wait(*handle, kLimitS)) {
@@ -154,6 +156,7 @@ class Rank {
       std::_Exit(1);
     }
     handle->make_follow(&stream_);
+    handle->let_go();
   }
 
   IdleDevice device_;

@@ -11,7 +11,7 @@ import math
 import os
 import pwd
 import stat
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Union
 
@@ -348,11 +348,11 @@ def claim_place() -> None:
     os.environ["BAGUA_PLACE"] = claim
 
 
-def give_home(environment: MutableMapping[str, str]) -> None:
+def give_home() -> None:
     """Open MPI ends a process that has none, as a service's may."""
-    if "HOME" not in environment:
+    if "HOME" not in os.environ:
         with contextlib.suppress(KeyError):  # of a user whom nobody knows
-            environment["HOME"] = pwd.getpwuid(os.getuid()).pw_dir
+            os.environ["HOME"] = pwd.getpwuid(os.getuid()).pw_dir
 
 
 # Settings of Open MPI's that are better than its own, unless somebody has chosen others by the same

@@ -6,7 +6,6 @@ not start MPI: it has inherited its parent's place in the job and would take it 
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager
 
 import mpi4py
@@ -41,7 +40,7 @@ def start(guarded: AbstractContextManager[object]) -> None:
         raise UsageError("MPI has been finalized in this process; init() must come before")
     if not MPI.Is_initialized():
         level = _LEVELS[mpi4py.rc.thread_level] if mpi4py.rc.threads else MPI.THREAD_SINGLE
-        give_home(os.environ)
+        give_home()
         with suggested(), guarded:
             MPI.Init_thread(level)
         _ours = True

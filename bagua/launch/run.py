@@ -25,7 +25,7 @@ USAGE_CODE = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run bagua-run's command line and return its exit code."""
-    give_home(os.environ)
+    give_home()
     try:
         return _run(parse_command_line(sys.argv[1:] if arguments is None else arguments))
     except UsageError as error:

@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -18,8 +19,12 @@ class Deadline {
       : seconds_(seconds), last_words_(std::move(last_words)) {}
   ~Deadline() { call_off(); }
   Deadline(const Deadline&) = delete;
+  // Where there is no thread for it, it does nothing.
   void begin() {
-    thread_ = std::thread([this] { wait(); });
+    try {
+      thread_ = std::thread([this] { wait(); });
+    } catch (const std::system_error&) {
+    }
   }
   void call_off() {
     {

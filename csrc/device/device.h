@@ -57,6 +57,8 @@ class Device {
   // The same for the engine itself, which lets go of it when nothing is done with it any more: it
   // is kept for the next time, without waiting.
   std::shared_ptr<char> lend(size_t nbytes);
+  // Of so many there are, at least.
+  static size_t lent_nbytes(size_t nbytes);
   // The same for somebody whose stream may still use it when it is let go of.
   using User = std::shared_ptr<std::atomic<Stream>>;
   std::shared_ptr<char> lend(size_t nbytes, User user);
@@ -83,7 +85,6 @@ class Device {
     Mark mark;
     std::shared_ptr<void> owner;
   };
-  static size_t lent_nbytes(size_t nbytes);
   std::shared_ptr<char> allocate_to_lend(size_t nbytes);
 
   std::mutex lending_;

@@ -82,13 +82,12 @@ void Engine::coordinate() {
     if (turn == Door::Turn::kLent) continue;
     const bool stopping = turn == Door::Turn::kStop;
     drive(nullptr, 0);
-    const bool through = stopping && stopped();
-    const bool left = agreement_.has_left(at_.rank);
     NcclExchange* const nccl = runner_.nccl();
+    const bool ends = stopping && nccl && (!agreement_.has_left(at_.rank) || nccl->ends());
+    const bool through = stopping && stopped();
     watchful_ = agreement_.anything_open() || runner_.on_device() || runner_.captures() ||
                 stopping || (nccl && nccl->has_left()) ||
                 (agreement_.ledger() && (agreement_.ledger()->any_open() || watch_.is_asked()));
-    const bool ends = stopping && nccl && (!left || nccl->ends());
     doze_us = watchful_ ? (ends ? kEndUs : kTickUs) : -1;
     // The wake-up of what came after the last look was perhaps read by that look.
     const bool background = agreement_.has_background() && !failure();
@@ -255,10 +254,12 @@ bool Engine::try_stop() {
   // Rank 0 coordinates until everyone has left; the others stay until it has answered, and all
   // whose posts they carry are gone.
   const bool heard = agreement_.has_left(0) || failure();
-  if (heard && agreement_.anything_open())
+  if (heard && agreement_.anything_open()) {
     fail_everything(make_failure(ErrorKind::kUsage,
                                  "bagua was shut down on this rank while the request was in "
                                  "flight"));
+    runner_.finish_on_device();
+  }
   if (runner_.nccl() && runner_.nccl()->ends()) return false;
   if (!agreement_.ledger()) return heard && !at_.channel->carries();
   if (!agreement_.all_have_left()) return false;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <iterator>
 #include <numeric>
 #include <system_error>
 #include <thread>
@@ -278,14 +279,33 @@ std::shared_ptr<char> NcclExchange::allocate_registered(size_t nbytes) {
 }
 
 char* NcclExchange::borrow(size_t nbytes) {
-  const auto found = on_ == stream_ ? returned_.lower_bound(nbytes) : returned_.end();
-  if (found == returned_.end()) {
-    borrowed_.emplace_back(nbytes, device_->lend(nbytes));
+  nbytes = Device::lent_nbytes(nbytes);
+  const auto fits = on_ == stream_ ? returned_.lower_bound(nbytes) : returned_.end();
+  if (fits != returned_.end() && fits->first <= 2 * nbytes) {
+    borrowed_.push_back({fits->first, std::move(fits->second)});
+    returned_.erase(fits);
   } else {
-    borrowed_.emplace_back(found->first, std::move(found->second));
-    returned_.erase(found);
+    borrowed_.push_back({nbytes, lend(nbytes)});
   }
   return borrowed_.back().second.get();
+}
+
+// In exchange for what is too small: sizes may grow and grow.
+std::shared_ptr<char> NcclExchange::lend(size_t nbytes) {
+  const auto larger = returned_.lower_bound(nbytes);
+  if (on_ == stream_ && larger != returned_.begin()) {
+    const auto smaller = std::prev(larger);
+    device_->keep_until(last_, std::move(smaller->second));
+    returned_.erase(smaller);
+  }
+  try {
+    return device_->lend(nbytes);
+  } catch (const UsageError&) {  // there is no room
+    if (returned_.empty()) throw;
+  }
+  device_->drain(stream_);  // which all ranks have given the same
+  returned_.clear();
+  return device_->lend(nbytes);
 }
 
 // Calls give(how) so that NCCL reduces to the places where `results` are, and does the rest.
@@ -428,9 +448,10 @@ void NcclExchange::end_last() {
 }
 
 bool NcclExchange::ends() {
+  if (finished_s_ == 0) return false;
   const double waited_s = now_s() - finished_s_;
   if (waited_s > kEndS) ending_->hurries = true;
-  return finished_s_ > 0 && ending_->count > 0 && waited_s < 2 * kEndS;
+  return ending_->count > 0 && waited_s < 2 * kEndS;
 }
 
 }  // namespace bagua

@@ -86,6 +86,7 @@ class NcclExchange {
     bool nodes_known = false;
   };
 
+  std::shared_ptr<char> lend(size_t nbytes);
   void end_left(bool is_last);
   void end_last();
   void agree(int32_t set, const TellAll& tell_all);

@@ -1,5 +1,5 @@
 // Allreduce with some peers only, on devices: what `neighbors` and `mirrored` do (csrc/collective),
-// by NCCL and the kernels of codecs. Bytes are the same.
+// by NCCL and the kernels of codecs. Values are the same, but for the signs of zeros.
 #pragma once
 
 #include "engine/nccl_coded.h"

@@ -133,7 +133,7 @@ def test_commands_are_right(block, words):
         about = subprocess.run([sys.executable, *words[1:3], "-h"], capture_output=True, cwd=ROOT)
         assert set(arguments[2:]) <= set(re.findall(r"[\w-]+", about.stdout.decode()))
     else:
-        assert program in {"git", "cd", "pip", "python", "mpirun", "srun"}
+        assert program in {"git", "cd", "pip", "python", "python3", "mpirun", "srun"}
     for word in arguments:
         if word.startswith("examples/"):
             assert (ROOT / word).is_file()

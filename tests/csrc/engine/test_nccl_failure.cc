@@ -132,12 +132,15 @@ TEST(NcclFailure, WhoLeavesWaitsNoLongerThanItIsTold) {
 TEST(NcclFailure, WhoHasStoppedIsThroughWithNccl) {
   GpuWorld world(2);
   exchange_once(world);
+  std::vector<float> never(10);
+  const HandlePtr open = world.ranks[1].submit(allreduce_of("never", never), Urgency::kNow);
   FakeNccl::hang_aborts(true);
   for (auto& engine : world.ranks.engines) engine->stop();
   EXPECT_FALSE(world.ranks[1].wait_stopped(0.5));
   FakeNccl::hang_aborts(false);
   world.ranks.stop();
   EXPECT_EQ(FakeNccl::under_abort(), 0);
+  EXPECT_TRUE(open->failure());
 }
 
 TEST(NcclFailure, AnErrorOfNcclLeavesNoGroupOpen) {

@@ -155,25 +155,43 @@ TEST(NcclPeers, TellWhatTheyMovedThroughACodec) {
   expect_alike({0, 1}, "minmax_u8", in_parts);
 }
 
-// Of what is not coded on devices, all of it.
 TEST(NcclPeers, GoByTheHostWhereElementsWantThat) {
-  Description how = with("ring");
-  how.codec = "minmax_u8";
-  for (const auto& [dtype, codec] : {std::pair{DType::kBF16, "minmax_u8"}, {DType::kF64, ""}}) {
-    how.codec = codec;
+  const int before = FakeNccl::calls();
+  GpuWorld world(2);
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
+    std::vector<double> values(1000);
+    gpu.device.run(gpu.stream, [&] { std::fill(values.begin(), values.end(), rank + 0.25); });
+    RequestPtr request = request_of(OpKind::kAllreduce, "doubles");
+    request->description.op = ReduceOp::kAverage;
+    request->description.peers = "shift_one";
+    request->description.add_tensor(DType::kF64, {1000});
+    auto* data = reinterpret_cast<char*>(values.data());
+    request->parts.push_back({data, data});
+    const HandlePtr handle = gpu.submit(engine, request);
+    finish(engine, handle);
+    gpu.take(handle);
+    gpu.device.drain(gpu.stream);
+    EXPECT_EQ(values, std::vector<double>(1000, 0.75));
+  });
+  EXPECT_EQ(FakeNccl::calls(), before);
+}
+
+// Whom a rank meets goes by its place there.
+TEST(NcclPeers, AreThoseOfTheProcessSet) {
+  GpuWorld world(4);
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
+    const int32_t set = add_set(engine, {1, 2, 3});
+    if (rank == 0) return;
     const int before = FakeNccl::calls();
-    GpuWorld world(2);
-    world.run([&, dtype = dtype](int rank, Gpu& gpu, Engine& engine) {
-      Bucket bucket(world.ranks.engines[static_cast<size_t>(rank)], "there", dtype, {1000}, how, 0,
-                    0, 0, &gpu.device, [&](size_t nbytes) { return gpu.device.allocate(nbytes); });
-      const auto handle = gpu.launch(bucket);
-      try {
-        finish(engine, handle);
-      } catch (const Error&) {  // hosts have no way for it, either
-      }
-    });
-    EXPECT_EQ(FakeNccl::calls(), before) << dtype_name(dtype);
-  }
+    BucketThere there(world.ranks, rank, gpu, with("exponential"), 100, DType::kF32, set);
+    std::vector<float> expected;
+    for (int round = 0; round < 2; ++round) {
+      const int behind = (rank - 1 + 3 - (1 << round)) % 3 + 1;
+      EXPECT_EQ(there.exchange([=](int64_t) { return static_cast<float>(rank); }),
+                all(100, static_cast<float>(rank + behind) / 2));
+    }
+    EXPECT_GT(FakeNccl::calls(), before);
+  });
 }
 
 // A graph would meet the same peers for ever.
@@ -214,6 +232,24 @@ TEST(NcclPeers, ReceiveInTheSameMemory) {
       EXPECT_EQ(firsts[static_cast<size_t>(round)],
                 (given_by(0, round, 0) + given_by(1, round, 0)) / 2)
           << round;
+  });
+}
+
+// Sizes that grow give back what has become too small.
+TEST(NcclPeers, ReceiveInNoMoreMemoryThanTheLargestTakes) {
+  GpuWorld world(2);
+  world.run([&](int rank, Gpu& gpu, Engine&) {
+    const auto exchange = [&](int64_t count) {
+      BucketThere there(world.ranks, rank, gpu, with("shift_one"), count, DType::kF32, 0, 0);
+      const auto mine = [rank](int64_t) { return static_cast<float>(rank); };
+      EXPECT_EQ(there.exchange(mine), all(static_cast<size_t>(count), 0.5));
+    };
+    constexpr int64_t kMost = 100'000;
+    exchange(1000);
+    gpu.device.has(kMost * 4 * 10);  // an arena, three rows and what others have left
+    for (int64_t count = 1000; count <= kMost; count += 3000) exchange(count);
+    exchange(kMost);
+    exchange(1000);
   });
 }
 
