@@ -9,6 +9,11 @@
 #include "common/errors.h"
 
 namespace bagua {
+namespace {
+
+void leak(std::shared_ptr<void> owner) { new std::shared_ptr<void>(std::move(owner)); }
+
+}  // namespace
 
 bool Device::drains_in_time(Stream stream) noexcept {
   constexpr double kSeconds = 2;
@@ -23,6 +28,7 @@ bool Device::drains_in_time(Stream stream) noexcept {
 }
 
 void Device::keep_until(const Mark& mark, std::shared_ptr<void> owner) {
+  if (is_childs()) return leak(std::move(owner));
   {
     std::lock_guard<std::mutex> lock(keeping_);
     (captured(mark) ? captured_ : kept_).push_back({mark, std::move(owner)});
@@ -65,6 +71,7 @@ std::shared_ptr<char> Device::lend(size_t nbytes) {
   if (!memory) memory = allocate_to_lend(nbytes);
   char* data = memory.get();
   return {data, [this, memory = std::move(memory), has_nbytes](char*) mutable {
+            if (is_childs()) return leak(std::move(memory));
             std::lock_guard<std::mutex> lock(lending_);
             spare_.emplace(has_nbytes, std::move(memory));
           }};
@@ -74,10 +81,11 @@ std::shared_ptr<char> Device::lend(size_t nbytes, User user) {
   std::shared_ptr<char> memory = lend(nbytes);
   char* data = memory.get();
   return {data, [this, memory = std::move(memory), user = std::move(user)](char*) mutable {
+            if (is_childs()) return leak(std::move(memory));
             try {
               keep_until(mark(*user), memory);
             } catch (const Error&) {  // it is broken, or the process ends
-              new std::shared_ptr<char>(std::move(memory));
+              leak(std::move(memory));
             }
           }};
 }

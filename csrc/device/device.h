@@ -2,6 +2,8 @@
 // while the host goes on; a mark tells where a stream was.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <cstddef>
 #include <functional>
@@ -87,6 +89,11 @@ class Device {
   };
   std::shared_ptr<char> allocate_to_lend(size_t nbytes);
 
+  // A forked child has the device's objects, whose locks another thread of the parent's may have
+  // held: it lets go of nothing.
+  bool is_childs() const { return ::getpid() != process_; }
+
+  const pid_t process_ = ::getpid();
   std::mutex lending_;
   std::multimap<size_t, std::shared_ptr<char>> spare_;  // by size
   std::mutex keeping_;

@@ -1,6 +1,8 @@
 #include "device/device.h"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <memory>
@@ -8,6 +10,7 @@
 
 #include "common/errors.h"
 #include "device/pretend.h"
+#include "ranks.h"
 
 namespace bagua {
 namespace {
@@ -65,6 +68,35 @@ TEST(Device, IsAskedAFewTimesHoweverMuchIsKept) {
   device.drain(held);
   device.let_go();
   EXPECT_EQ(alive, 0);
+}
+
+// Whatever another thread of the parent's was in the middle of.
+TEST(Device, OfAParentKeepsNoChildWaiting) {
+  struct SlowDevice : PretendDevice {
+    SlowDevice() : PretendDevice(0) {}
+    bool reached(const Mark&) override {
+      asked = true;
+      while (!go) std::this_thread::yield();
+      return true;
+    }
+    std::atomic<bool> asked{false}, go{false};
+  } device;
+  const Device::Mark mark = device.mark(device.add_stream());
+  auto lent = device.lend(100);
+  std::thread keeps([&] { device.keep_until(mark, std::make_shared<int>()); });
+  while (!device.asked) std::this_thread::yield();
+  const int child = ::fork();
+  if (child == 0) {
+    ::alarm(kHangS);
+    device.keep_until(mark, std::make_shared<int>());
+    lent.reset();
+    ::_exit(0);
+  }
+  int status = -1;
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  device.go = true;
+  keeps.join();
 }
 
 TEST(Device, IsNotAskedWhatGraphsMayDoAgain) {
