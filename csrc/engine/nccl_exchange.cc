@@ -303,7 +303,7 @@ std::shared_ptr<char> NcclExchange::lend(size_t nbytes) {
   } catch (const UsageError&) {  // there is no room
     if (returned_.empty()) throw;
   }
-  device_->drain(stream_);  // which all ranks have given the same
+  group_->wait_until([&] { return device_->reached(last_); });  // or a rank fails
   returned_.clear();
   return device_->lend(nbytes);
 }

@@ -340,7 +340,7 @@ bool Runner::finish_on_device() {
   if (!nccl_) return true;
   if (nccl_->under_way()) return false;
   try {
-    if (!agreement_.anything_open() && !nccl_->under_way()) nccl_->finish();
+    if (!agreement_.anything_open()) nccl_->finish();
   } catch (const std::exception& error) {
     at_.log.write(LogLevel::kWarning, std::string("while stopping: ") + error.what());
   }
