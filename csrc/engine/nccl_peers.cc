@@ -27,7 +27,7 @@ class Rows {
   Rows(const OnDevice& on, DType dtype, int most, int64_t count)
       : on_(on),
         dtype_(dtype),
-        exact_(dtype == DType::kF32 ? parse_coding("raw") : half_coding(dtype)),
+        exact_(dtype == DType::kF32 ? Coding{find_codec("raw")} : half_coding(dtype)),
         item_(static_cast<int64_t>(dtype_nbytes(dtype))),
         stride_(whole_places(count * item_)),
         rows_(on.borrow(static_cast<size_t>(stride_ * most))),
@@ -66,17 +66,17 @@ void average(const OnDevice& on, const Job& job, DType dtype, char* data, int64_
   if (sources == 1 && !mean.scaled && finish.identity()) return;  // it rests
   const int64_t part = std::min(count, kPartNbytes / item);
   const Rows rows(on, dtype, sources, part);
-  char* mine = nullptr;  // apart from data, which may be registered where theirs is not
+  int mine = 0;  // apart from data, which may be registered where theirs is not
   std::vector<NcclGroup::Place> theirs;
   for (int i = 0; i < sources; ++i) {
     const int rank = mean.sources[static_cast<size_t>(i)].rank;
-    if (rank == on.me) mine = rows.at(i);
+    if (rank == on.me) mine = i;
     if (rank != on.me) theirs.push_back({rank, rows.at(i)});
   }
   for (int64_t at = 0; at < count; at += part, data += part * item) {
     const int64_t n = std::min(part, count - at);
-    on.device.copy(mine, data, static_cast<size_t>(n * item), on.stream);
-    if (!theirs.empty()) on.nccl.meet(mine, meet.give_to, theirs, n, dtype);
+    rows.put(mine, data, n);
+    if (!theirs.empty()) on.nccl.meet(rows.at(mine), meet.give_to, theirs, n, dtype);
     for (int i = 0; i < sources; ++i) rows.scale(i, n, mean.sources[static_cast<size_t>(i)].factor);
     rows.add_up(sources, finish, n, data);
   }
