@@ -235,22 +235,29 @@ TEST(NcclPeers, ReceiveInTheSameMemory) {
   });
 }
 
-// Sizes that grow give back what has become too small.
+void meet_once(GpuWorld& world, int rank, Gpu& gpu, int64_t count) {
+  BucketThere there(world.ranks, rank, gpu, with("shift_one"), count, DType::kF32, 0, 0);
+  const auto mine = [rank](int64_t) { return static_cast<float>(rank); };
+  EXPECT_EQ(there.exchange(mine), all(static_cast<size_t>(count), 0.5));
+}
+
+// Of sizes that grow all but the last go back to whoever lends.
 TEST(NcclPeers, ReceiveInNoMoreMemoryThanTheLargestTakes) {
   GpuWorld world(2);
   world.run([&](int rank, Gpu& gpu, Engine&) {
-    const auto exchange = [&](int64_t count) {
-      BucketThere there(world.ranks, rank, gpu, with("shift_one"), count, DType::kF32, 0, 0);
-      const auto mine = [rank](int64_t) { return static_cast<float>(rank); };
-      EXPECT_EQ(there.exchange(mine), all(static_cast<size_t>(count), 0.5));
-    };
-    constexpr int64_t kMost = 100'000;
-    exchange(1000);
-    gpu.device.has(kMost * 4 * 10);  // an arena, three rows and what others have left
-    for (int64_t count = 1000; count <= kMost; count += 3000) exchange(count);
-    exchange(kMost);
-    gpu.device.has(5000);  // an arena: there is room for rows when others' has been given back
-    exchange(1000);
+    for (int64_t count = 1000; count <= 100'000; count += 3000) meet_once(world, rank, gpu, count);
+    gpu.device.has(0);
+    EXPECT_NE(gpu.device.lend(5'000'000), nullptr);
+  });
+}
+
+// What was much more than they take now makes room.
+TEST(NcclPeers, ReceiveInWhatOthersHadWhereThereIsNoRoom) {
+  GpuWorld world(2);
+  world.run([&](int rank, Gpu& gpu, Engine&) {
+    meet_once(world, rank, gpu, 100'000);
+    gpu.device.has(700);  // an arena
+    meet_once(world, rank, gpu, 150);
   });
 }
 
