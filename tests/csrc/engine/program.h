@@ -123,8 +123,38 @@ struct GpuWorld {
   void run(Body&& body) {
     ranks.run([&](int rank) { body(rank, *gpus[static_cast<size_t>(rank)], ranks[rank]); });
   }
+  std::atomic<bool> go{false};             // for who is held; outlives the GPUs
   std::vector<std::unique_ptr<Gpu>> gpus;  // outlive the engines
   LoopbackWorld ranks;
 };
+
+// Other ranks have given what `submit(gpu, engine, values)` gives, and one dies before its device
+// has come to that: nothing waits for ever, nor on their devices. Of ones it makes `result`.
+template <class Submit>
+void expect_end_of_what_waits_for(GpuWorld& world, int dies, float result, Submit&& submit) {
+  std::atomic<int> under_way{0};
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
+    std::vector<float>& values = gpu.lasting(5000);
+    gpu.compute(values, 1);
+    EXPECT_EQ(gpu.read(engine, submit(gpu, engine, values), values), all(values.size(), result));
+    if (rank == dies) gpu.hold(world.go);
+    const HandlePtr handle = submit(gpu, engine, values);
+    finish(engine, handle);
+    EXPECT_TRUE(handle->may_fail());
+    ++under_way;
+    if (rank == dies) {
+      while (under_way < world.ranks.size()) std::this_thread::yield();
+      gpu.device.fail();
+      return world.ranks.die(rank);
+    }
+    const FailurePtr failure = wait_for_failure(engine);
+    ASSERT_TRUE(failure);
+    EXPECT_EQ(failure->kind, ErrorKind::kPeer);
+    EXPECT_CONTAINS(failure->what, "rank " + std::to_string(dies));
+    handle->make_follow(gpu.stream);
+    gpu.device.drain(gpu.stream);
+  });
+  world.go = true;
+}
 
 }  // namespace bagua

@@ -62,28 +62,10 @@ TEST(NcclFailure, AResultThatNobodyWantsMayStillCome) {
 }
 
 TEST(NcclFailure, ADeadPeerEndsWhatIsUnderWay) {
-  std::atomic<bool> go{false};
-  std::atomic<int> under_way{0};
   GpuWorld world(3);
-  world.run([&](int rank, Gpu& gpu, Engine& engine) {
-    std::vector<float>& values = gpu.lasting(1000);
-    if (rank == 1) gpu.hold(go);
-    const auto handle = gpu.submit(engine, allreduce_of("x", values), Urgency::kWaited);
-    finish(engine, handle);
-    EXPECT_TRUE(handle->may_fail());
-    ++under_way;
-    if (rank == 1) {  // before its device has come so far
-      while (under_way < 3) std::this_thread::yield();
-      gpu.device.fail();
-      return world.ranks.die(rank);
-    }
-    const FailurePtr failure = wait_for_failure(engine);
-    ASSERT_TRUE(failure);
-    EXPECT_CONTAINS(failure->what, "rank 1");
-    handle->make_follow(gpu.stream);
-    gpu.device.drain(gpu.stream);  // nothing on the device waits for ever
+  expect_end_of_what_waits_for(world, 1, 3, [](Gpu& gpu, Engine& engine, auto& values) {
+    return gpu.submit(engine, allreduce_of("x", values), Urgency::kWaited);
   });
-  go = true;
 }
 
 // Who leaves still gets its own results, and others theirs.

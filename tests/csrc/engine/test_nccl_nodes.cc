@@ -482,34 +482,10 @@ TEST(NcclNodes, ADeadPeerEndsTheirBeginning) {
 // Whoever waits on the device for its node, or for leaders who do, does so no longer.
 TEST(NcclNodes, ADeadPeerEndsWhatIsUnderWay) {
   for (const int dies : {1, 3}) {
-    std::atomic<bool> go{false};
-    std::atomic<int> under_way{0};
     GpuWorld world(NodeOf{0, 0, 1, 1});
-    world.run([&](int rank, Gpu& gpu, Engine& engine) {
-      Values& values = gpu.lasting(5000);
-      const auto submit = [&] {
-        return gpu.submit(engine, coded_sum_of(values), Urgency::kWaited);
-      };
-      gpu.compute(values, 1);
-      EXPECT_EQ(gpu.read(engine, submit(), values), all(values.size(), 4));
-      if (rank == dies) gpu.hold(go);
-      const auto handle = submit();
-      finish(engine, handle);
-      EXPECT_TRUE(handle->may_fail());
-      ++under_way;
-      if (rank == dies) {  // before its device has come so far
-        while (under_way < 4) std::this_thread::yield();
-        gpu.device.fail();
-        return world.ranks.die(rank);
-      }
-      const FailurePtr failure = wait_for_failure(engine);
-      ASSERT_TRUE(failure);
-      EXPECT_EQ(failure->kind, ErrorKind::kPeer);
-      EXPECT_CONTAINS(failure->what, "rank " + std::to_string(dies));
-      handle->make_follow(gpu.stream);
-      gpu.device.drain(gpu.stream);  // nothing on the device waits for ever
+    expect_end_of_what_waits_for(world, dies, 4, [](Gpu& gpu, Engine& engine, auto& values) {
+      return gpu.submit(engine, coded_sum_of(values), Urgency::kWaited);
     });
-    go = true;
   }
 }
 

@@ -261,37 +261,13 @@ TEST(NcclPeers, ReceiveInWhatOthersHadWhereThereIsNoRoom) {
   });
 }
 
-// Nothing on the device waits for ever.
 TEST(NcclPeers, ADeadOneEndsWhatIsUnderWay) {
-  std::atomic<bool> go{false};
-  std::atomic<int> under_way{0};
   GpuWorld world(3);
-  world.run([&](int rank, Gpu& gpu, Engine& engine) {
-    std::vector<float>& values = gpu.lasting(5000);
-    const auto submit = [&] {
-      RequestPtr request = allreduce_of("x", values, ReduceOp::kAverage);
-      request->description.peers = "ring";
-      return gpu.submit(engine, request, Urgency::kWaited);
-    };
-    gpu.compute(values, 1);
-    EXPECT_EQ(gpu.read(engine, submit(), values), all(values.size(), 1));
-    if (rank == 1) gpu.hold(go);
-    const auto handle = submit();
-    finish(engine, handle);
-    EXPECT_TRUE(handle->may_fail());
-    ++under_way;
-    if (rank == 1) {  // before its device has come so far
-      while (under_way < 3) std::this_thread::yield();
-      gpu.device.fail();
-      return world.ranks.die(rank);
-    }
-    const FailurePtr failure = wait_for_failure(engine);
-    ASSERT_TRUE(failure);
-    EXPECT_CONTAINS(failure->what, "rank 1");
-    handle->make_follow(gpu.stream);
-    gpu.device.drain(gpu.stream);
+  expect_end_of_what_waits_for(world, 1, 1, [](Gpu& gpu, Engine& engine, auto& values) {
+    RequestPtr request = allreduce_of("x", values, ReduceOp::kAverage);
+    request->description.peers = "ring";
+    return gpu.submit(engine, request, Urgency::kWaited);
   });
-  go = true;
 }
 
 }  // namespace
