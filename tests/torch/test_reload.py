@@ -76,6 +76,18 @@ def test_it_goes_on_like_a_new_one(everyone, hvd, algorithm, whose, saved_at):
         assert torch.equal(again, new)
 
 
+@pytest.mark.ranks(2, 3)
+def test_who_has_loaded_is_told(everyone, hvd):
+    model, trained = made(hvd, ALGORITHMS["topk"])
+    train(hvd, model, trained, range(3))
+    model, optimizer = made(hvd, ALGORITHMS["topk"])
+    if everyone.me == 0:
+        optimizer.load_state_dict(copy.deepcopy(trained.state_dict()))
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    with pytest.warns(match="begins anew.*: only rank 0 loaded it"):
+        train(hvd, model, optimizer, range(3, 5))
+
+
 @pytest.mark.parametrize("step", [5, 6])
 def test_momentum_of_rounds_outlives_a_change_of_parameters(everyone, hvd, step):
     """Of those that stay: what encoding lost, too."""
