@@ -83,10 +83,10 @@ void Engine::coordinate() {
     const bool stopping = turn == Door::Turn::kStop;
     drive(nullptr, 0);
     NcclExchange* const nccl = runner_.nccl();
-    const bool ends = stopping && nccl && (!agreement_.has_left(at_.rank) || nccl->ends());
+    const bool ends = stopping && nccl && (!agreement_.has_left(at_.rank) || nccl->sets().ends());
     const bool through = stopping && stopped();
     watchful_ = agreement_.anything_open() || runner_.on_device() || runner_.captures() ||
-                stopping || (nccl && nccl->has_left()) ||
+                stopping || (nccl && nccl->sets().has_left()) ||
                 (agreement_.ledger() && (agreement_.ledger()->any_open() || watch_.is_asked()));
     doze_us = watchful_ ? (ends ? kEndUs : kTickUs) : -1;
     // The wake-up of what came after the last look was perhaps read by that look.
@@ -260,7 +260,7 @@ bool Engine::try_stop() {
                                  "flight"));
     runner_.finish_on_device();
   }
-  if (runner_.nccl() && runner_.nccl()->ends()) return false;
+  if (runner_.nccl() && runner_.nccl()->sets().ends()) return false;
   if (!agreement_.ledger()) return heard && !at_.channel->carries();
   if (!agreement_.all_have_left()) return false;
   // Its own end would overtake what it has posted last.

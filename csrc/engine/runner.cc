@@ -180,7 +180,7 @@ void Runner::carry_out(Exchange& exchange) {
   run_special(*requests[0]);
   bench.nccl = nccl_for(exchange.task.set, requests, exchange.group, bench);
   std::string why_not;
-  if (nccl_ && d.on_device) why_not = nccl_->refusal(exchange.task.set);
+  if (nccl_ && d.on_device) why_not = nccl_->sets().refusal(exchange.task.set);
   if (d.captured && !bench.nccl)
     why_not = requests[0]->label() + " cannot be captured in a CUDA graph: " + kNotCaptured;
   if (!why_not.empty())
@@ -285,7 +285,7 @@ void Runner::run_special(Request& request) {
   if (d.kind == OpKind::kAddProcessSet) {
     request.handle->value = agreement_.add_set(d.layout);
   } else if (d.kind == OpKind::kRemoveProcessSet) {
-    if (nccl_) nccl_->forget(d.root);
+    if (nccl_) nccl_->sets().forget(d.root);
     agreement_.remove_set(d.root);
   }
 }
@@ -331,7 +331,7 @@ void Runner::take_back(const Request& request) {
 }
 
 void Runner::tidy() {
-  if (nccl_) nccl_->tidy();
+  if (nccl_) nccl_->sets().tidy();
 }
 
 // What they were given, other ranks may wait for, and so does the program for theirs; that it takes
@@ -340,7 +340,7 @@ bool Runner::finish_on_device() {
   if (!nccl_) return true;
   if (nccl_->under_way()) return false;
   try {
-    if (!agreement_.anything_open()) nccl_->finish();
+    if (!agreement_.anything_open()) nccl_->sets().finish();
   } catch (const std::exception& error) {
     at_.log.write(LogLevel::kWarning, std::string("while stopping: ") + error.what());
   }

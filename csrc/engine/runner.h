@@ -59,7 +59,7 @@ class Runner {
   // Frees what nothing needs any more; between exchanges.
   void tidy();
   // Throws a PeerError if a device has noticed a failure. While on one.
-  void check_device() { nccl_->check(); }
+  void check_device() { nccl_->sets().check(); }
   // Lets devices send what others wait for, the last time. Whether that is all.
   bool finish_on_device();
 

@@ -235,32 +235,6 @@ TEST(NcclPeers, ReceiveInTheSameMemory) {
   });
 }
 
-void meet_once(GpuWorld& world, int rank, Gpu& gpu, int64_t count) {
-  BucketThere there(world.ranks, rank, gpu, with("shift_one"), count, DType::kF32, 0, 0);
-  const auto mine = [rank](int64_t) { return static_cast<float>(rank); };
-  EXPECT_EQ(there.exchange(mine), all(static_cast<size_t>(count), 0.5));
-}
-
-// Of sizes that grow all but the last go back to whoever lends.
-TEST(NcclPeers, ReceiveInNoMoreMemoryThanTheLargestTakes) {
-  GpuWorld world(2);
-  world.run([&](int rank, Gpu& gpu, Engine&) {
-    for (int64_t count = 1000; count <= 100'000; count += 3000) meet_once(world, rank, gpu, count);
-    gpu.device.has(0);
-    EXPECT_NE(gpu.device.lend(1'000'000), nullptr);
-  });
-}
-
-// What was much more than they take now makes room.
-TEST(NcclPeers, ReceiveInWhatOthersHadWhereThereIsNoRoom) {
-  GpuWorld world(2);
-  world.run([&](int rank, Gpu& gpu, Engine&) {
-    meet_once(world, rank, gpu, 100'000);
-    gpu.device.has(700);  // an arena
-    meet_once(world, rank, gpu, 150);
-  });
-}
-
 TEST(NcclPeers, ADeadOneEndsWhatIsUnderWay) {
   GpuWorld world(3);
   expect_end_of_what_waits_for(world, 1, 1, [](Gpu& gpu, Engine& engine, auto& values) {
