@@ -214,6 +214,7 @@ class CudaDevice : public Device {
     return new Event{event};
   }
   void give_back(Event* event) {
+    if (is_childs()) return;
     std::lock_guard<std::mutex> lock(mutex_);
     events_.push_back(event);
   }

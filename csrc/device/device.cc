@@ -43,42 +43,46 @@ size_t Device::lent_nbytes(size_t nbytes) {
   return std::max<size_t>(1, (nbytes + step - 1) / step) * step;
 }
 
-// Where there is no room, what nobody has borrowed makes some.
-std::shared_ptr<char> Device::allocate_to_lend(size_t nbytes) {
-  try {
-    return allocate(nbytes);
-  } catch (const UsageError&) {
-    std::multimap<size_t, std::shared_ptr<char>> spare;  // outlives the lock
-    const std::lock_guard<std::mutex> lock(lending_);
-    spare.swap(spare_);
-    if (spare.empty()) throw;
-  }
-  return allocate(nbytes);
+std::shared_ptr<char> Device::borrowed(std::shared_ptr<char> memory, size_t nbytes) {
+  char* data = memory.get();
+  return {data, [this, memory = std::move(memory), nbytes](char*) mutable {
+            if (is_childs()) return leak(std::move(memory));
+            std::lock_guard<std::mutex> lock(lending_);
+            spare_.emplace(nbytes, std::move(memory));
+          }};
 }
 
-std::shared_ptr<char> Device::lend(size_t nbytes) {
-  std::shared_ptr<char> memory;
-  size_t has_nbytes = nbytes = lent_nbytes(nbytes);
+std::shared_ptr<char> Device::lend_at_once(size_t nbytes) {
+  nbytes = lent_nbytes(nbytes);
   {
     std::lock_guard<std::mutex> lock(lending_);
     const auto found = spare_.lower_bound(nbytes);
     if (found != spare_.end() && found->first <= 2 * nbytes) {
-      has_nbytes = found->first;
-      memory = std::move(found->second);
-      spare_.erase(found);
+      const auto spare = spare_.extract(found);
+      return borrowed(std::move(spare.mapped()), spare.key());
     }
   }
-  if (!memory) memory = allocate_to_lend(nbytes);
-  char* data = memory.get();
-  return {data, [this, memory = std::move(memory), has_nbytes](char*) mutable {
-            if (is_childs()) return leak(std::move(memory));
-            std::lock_guard<std::mutex> lock(lending_);
-            spare_.emplace(has_nbytes, std::move(memory));
-          }};
+  try {
+    return borrowed(allocate(nbytes), nbytes);
+  } catch (const UsageError&) {  // there is no room
+    return nullptr;
+  }
 }
 
-std::shared_ptr<char> Device::lend(size_t nbytes, User user) {
-  std::shared_ptr<char> memory = lend(nbytes);
+// Where there is no room, what nobody has borrowed makes some.
+std::shared_ptr<char> Device::lend(size_t nbytes) {
+  if (auto memory = lend_at_once(nbytes)) return memory;
+  std::multimap<size_t, std::shared_ptr<char>> spare;
+  {
+    const std::lock_guard<std::mutex> lock(lending_);
+    spare.swap(spare_);
+  }
+  spare.clear();
+  nbytes = lent_nbytes(nbytes);
+  return borrowed(allocate(nbytes), nbytes);
+}
+
+std::shared_ptr<char> Device::lent_to(User user, std::shared_ptr<char> memory) {
   char* data = memory.get();
   return {data, [this, memory = std::move(memory), user = std::move(user)](char*) mutable {
             if (is_childs()) return leak(std::move(memory));

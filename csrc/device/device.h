@@ -59,11 +59,13 @@ class Device {
   // The same for the engine itself, which lets go of it when nothing is done with it any more: it
   // is kept for the next time, without waiting.
   std::shared_ptr<char> lend(size_t nbytes);
+  // The same, but null where others would have to let go of memory to make room.
+  std::shared_ptr<char> lend_at_once(size_t nbytes);
   // Of so many there are, at least.
   static size_t lent_nbytes(size_t nbytes);
-  // The same for somebody whose stream may still use it when it is let go of.
+  // What is lent, for somebody whose stream may still use it when it is let go of.
   using User = std::shared_ptr<std::atomic<Stream>>;
-  std::shared_ptr<char> lend(size_t nbytes, User user);
+  std::shared_ptr<char> lent_to(User user, std::shared_ptr<char> memory);
   virtual void clear(char* memory, size_t nbytes, Stream stream) = 0;
   // NCCL for this kind of device, see find_nccl; null, and why, if there is none.
   virtual const NcclLibrary* nccl(const std::string& path, std::string& why_not) = 0;
@@ -81,17 +83,16 @@ class Device {
  protected:
   // A device that goes lets go of everything first: who has lent memory may ask it something.
   void forget_kept();
+  // A forked child has the device's objects, whose locks another thread of the parent's may have
+  // held: it lets go of nothing.
+  bool is_childs() const { return ::getpid() != process_; }
 
  private:
   struct KeptUntil {
     Mark mark;
     std::shared_ptr<void> owner;
   };
-  std::shared_ptr<char> allocate_to_lend(size_t nbytes);
-
-  // A forked child has the device's objects, whose locks another thread of the parent's may have
-  // held: it lets go of nothing.
-  bool is_childs() const { return ::getpid() != process_; }
+  std::shared_ptr<char> borrowed(std::shared_ptr<char> memory, size_t nbytes);
 
   const pid_t process_ = ::getpid();
   std::mutex lending_;

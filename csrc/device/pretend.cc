@@ -122,8 +122,13 @@ void PretendDevice::replay(Stream stream, const std::shared_ptr<Graph>& graph) {
   for (const auto& piece : graph->pieces_) run(stream, piece);
 }
 
-PretendDevice::PretendDevice(int work_us) : work_us_(work_us), identity_(drawn_identity()) {}
-PretendDevice::~PretendDevice() { forget_kept(); }
+PretendDevice::PretendDevice(int work_us) : work_us_(work_us), identity_(drawn_identity()) {
+  shared_->device = this;
+}
+PretendDevice::~PretendDevice() {
+  shared_->device = nullptr;
+  forget_kept();
+}
 
 void PretendDevice::run(Stream stream, std::function<void()> work) {
   if (!stream) return work();
@@ -194,17 +199,25 @@ bool PretendDevice::is_current() { return current > 0; }
 std::shared_ptr<char> PretendDevice::allocate(size_t nbytes) {
   ++allocations_;
   const auto size = static_cast<int64_t>(nbytes);
-  if (left_nbytes_->fetch_sub(size) < size) {
-    *left_nbytes_ += size;
+  if (shared_->left_nbytes.fetch_sub(size) < size) {
+    shared_->left_nbytes += size;
     throw UsageError(name() + " has no " + std::to_string(nbytes) + " bytes left");
   }
   auto memory = allocate_lines(nbytes);
   std::memset(memory.get(), 0x5a, nbytes);  // nobody may count on anything
   char* data = memory.get();
-  return {data, [left = left_nbytes_, memory = std::move(memory), size](char*) mutable {
+  return {data, [shared = shared_, memory = std::move(memory), size](char*) mutable {
+            if (PretendDevice* const device = shared->device) device->drain_to_free();
             memory.reset();
-            *left += size;
+            shared->left_nbytes += size;
           }};
+}
+
+void PretendDevice::drain_to_free() {
+  try {
+    drain_all();
+  } catch (const Error&) {  // it is broken
+  }
 }
 
 void PretendDevice::clear(char* memory, size_t nbytes, Stream stream) {

@@ -48,7 +48,7 @@ class PretendDevice : public Device {
 
   // How often it has given memory, and how much it has at most.
   int allocations() const { return allocations_; }
-  void has(int64_t nbytes) { *left_nbytes_ = nbytes; }
+  void has(int64_t nbytes) { shared_->left_nbytes = nbytes; }
 
   // From now on it is broken: whoever asks it something hears so.
   void fail() { failed_ = true; }
@@ -73,13 +73,18 @@ class PretendDevice : public Device {
   struct Reached;
 
   void check() const;
+  // Who lets go of memory waits for all that the device does.
+  void drain_to_free();
 
   const int work_us_;
   const NcclLibrary* nccl_ = nullptr;
   bool is_old_ = false;
   // Memory may be let go of after the device.
-  const std::shared_ptr<std::atomic<int64_t>> left_nbytes_ =
-      std::make_shared<std::atomic<int64_t>>(INT64_MAX);
+  struct Shared {
+    std::atomic<int64_t> left_nbytes{INT64_MAX};
+    std::atomic<PretendDevice*> device;  // null: it is gone
+  };
+  const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
   std::string identity_;
   std::atomic<bool> failed_{false};
   std::atomic<int> allocations_{0};

@@ -2,43 +2,44 @@
 
 #include <iterator>
 
-#include "common/errors.h"
 #include "common/memory.h"
 
 namespace bagua {
 
-char* Loans::borrow(size_t nbytes, bool in_order) {
+// What is too small goes in exchange: sizes may grow and grow.
+char* Loans::borrow(size_t nbytes, Device::Stream on) {
   nbytes = Device::lent_nbytes(nbytes);
-  const auto fits = in_order ? returned_.lower_bound(nbytes) : returned_.end();
+  if (on != stream_) {
+    borrowed_.push_back({nbytes, lend(nbytes, on)});
+    return borrowed_.back().second.get();
+  }
+  const auto fits = returned_.lower_bound(nbytes);
   if (fits != returned_.end() && fits->first <= 2 * nbytes) {
     borrowed_.push_back({fits->first, std::move(fits->second)});
     returned_.erase(fits);
   } else {
-    borrowed_.push_back({nbytes, lend(nbytes, in_order)});
+    if (fits != returned_.begin()) {
+      const auto smaller = std::prev(fits);
+      device_->keep_until(last_, std::move(smaller->second));
+      returned_.erase(smaller);
+    }
+    borrowed_.push_back({nbytes, lend(nbytes, on)});
   }
   return borrowed_.back().second.get();
 }
 
-// In exchange for what is too small: sizes may grow and grow.
-std::shared_ptr<char> Loans::lend(size_t nbytes, bool in_order) {
-  const auto larger = returned_.lower_bound(nbytes);
-  if (in_order && larger != returned_.begin()) {
-    const auto smaller = std::prev(larger);
-    device_->keep_until(last_, std::move(smaller->second));
-    returned_.erase(smaller);
-  }
-  try {
-    return device_->lend(nbytes);
-  } catch (const UsageError&) {  // there is no room
-    if (returned_.empty()) throw;
-  }
-  wait_until_([&] { return device_->reached(last_); });
+// To make room is to wait for all that the device does, which may wait for a rank that is gone: who
+// waits for it here hears of that.
+std::shared_ptr<char> Loans::lend(size_t nbytes, Device::Stream on) {
+  if (auto memory = device_->lend_at_once(nbytes)) return memory;
+  const Device::Mark given = on == stream_ ? device_->mark(stream_) : last_;
+  wait_until_([&] { return device_->reached(given); });
   returned_.clear();
   return device_->lend(nbytes);
 }
 
-void Loans::end(const Device::Mark& mark, bool in_order) {
-  if (in_order) {
+void Loans::end(const Device::Mark& mark, Device::Stream on) {
+  if (on == stream_) {
     last_ = mark;
     for (Loan& loan : borrowed_) returned_.insert(std::move(loan));
   } else {

@@ -52,7 +52,7 @@ NcclExchange::NcclExchange(const NcclLibrary* library, Device* device, const Con
       device_(device),
       stream_(device ? device->add_stream() : nullptr),
       sets_(library, device, config, std::move(tell)),
-      loans_(device, [this](const auto& reached) { group_->wait_until(reached); }) {}
+      loans_(device, stream_, [this](const auto& reached) { group_->wait_until(reached); }) {}
 
 NcclExchange::~NcclExchange() {
   sets_.leave();
@@ -177,7 +177,7 @@ void NcclExchange::end(const std::vector<RequestPtr>& requests) {
   }
   for (const RequestPtr& request : requests)
     request->handle->returned_to(*device_, end, /*may_fail=*/group_->size() > 1);
-  loans_.end(end, in_order());
+  loans_.end(end, on_);
 }
 
 bool NcclExchange::under_way() const noexcept {

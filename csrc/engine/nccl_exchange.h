@@ -33,12 +33,12 @@ class NcclExchange {
 
   // Memory for a result.
   std::shared_ptr<char> allocate(size_t nbytes, const Device::User& user) {
-    return device_->lend(nbytes, user);
+    return device_->lent_to(user, loans_.lend(nbytes, on_));
   }
   // Memory for values that others have in registered memory; null if there is none.
   std::shared_ptr<char> allocate_registered(size_t nbytes);
   // Memory that stays as long as the exchange needs it.
-  char* borrow(size_t nbytes) { return loans_.borrow(nbytes, in_order()); }
+  char* borrow(size_t nbytes) { return loans_.borrow(nbytes, on_); }
   void copy(char* to, const char* from, size_t nbytes) { device_->copy(to, from, nbytes, on_); }
 
   // Whether something is still under way on the device.
@@ -54,8 +54,6 @@ class NcclExchange {
   Device* device() const { return device_; }
 
  private:
-  // Whether the exchange at hand comes after all earlier ones that nobody captured.
-  bool in_order() const { return on_ == stream_; }
   template <class Give>
   void reduce(const Job& job, const std::vector<NcclGroup::Piece>& results, Give&& give);
   bool takes_kernels(const Description& d) const;

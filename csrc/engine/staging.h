@@ -31,7 +31,7 @@ class Staging {
   // is then given to memory on the device.
   char* place_for(char* result, size_t nbytes);
   std::shared_ptr<char> allocate(size_t nbytes, const Device::User& user) {
-    return device_.lend(nbytes, user);
+    return device_.lent_to(user, device_.lend(nbytes));
   }
   // Whether these values are brought, or results that will be given.
   bool holds(const char* data) const;

@@ -72,3 +72,15 @@ def test_a_whole_step_is_captured_or_refused(hvd, algorithm):
     mine = torch.cat([param.detach().cpu().flatten() for param in graphed.model.parameters()])
     for theirs in hvd.allgather_object(mine):
         assert torch.equal(theirs, mine)
+
+
+def test_a_step_by_weights_is_refused(hvd):
+    """A graph would meet the same peers for ever."""
+    trained = Trained(hvd, Algorithm(what="weight", peers="shift_one", when="step"))
+    trained.inputs.copy_(draw_for(hvd)())
+    for _ in range(2):
+        trained.step()
+    refused = pytest.raises(hvd.UsageError, match="cannot be captured in a CUDA graph")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        trained.step()
+    torch.cuda.synchronize()

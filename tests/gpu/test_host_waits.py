@@ -11,6 +11,7 @@ import torch
 
 from bagua.algorithms import find, names
 from benchmarks.gpu import waits
+from gpu.composed import COMPOSED
 
 pytestmark = pytest.mark.ranks(1, 2)
 
@@ -53,9 +54,11 @@ def test_the_benchmarks_trace_tells(hvd):
     assert not waits(lambda: look(reads=False))
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", [*names(), *COMPOSED])
 def test_every_algorithm(hvd, name):
-    algorithm = find(name)  # without its warm-up, and in every step or every other
+    algorithm = COMPOSED.get(name) or find(
+        name
+    )  # without its warm-up, and in every step or every other
     warmup, every = min(2, algorithm.warmup_steps), min(2, algorithm.every)
     algorithm = replace(algorithm, warmup_steps=warmup, every=every)
     torch.manual_seed(0)

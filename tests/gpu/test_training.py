@@ -5,19 +5,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from bagua.algorithms import Algorithm, find, names
+from bagua.algorithms import find, names
+from gpu.composed import COMPOSED
 from gpu.own import has_own
 
 pytestmark = pytest.mark.ranks(1, 2)
-
-EXTRA = {
-    "minmax_u4": Algorithm(codec="minmax_u4"),
-    "sign1": Algorithm(codec="sign1"),
-    "sparse": Algorithm(codec="topk", density=0.1, error_feedback=True),
-    "dense": Algorithm(codec="topk", density=0.9, error_feedback=True),
-    "peers": Algorithm(what="weight", peers="shift_one", when="step"),
-    "ring": Algorithm(what="weight", peers="ring", when="forward"),
-}
 
 
 def trained(hvd, algorithm, device, steps=6, amp=False, backend=None):
@@ -46,9 +38,9 @@ def trained(hvd, algorithm, device, steps=6, amp=False, backend=None):
     return torch.cat([param.detach().cpu().flatten() for param in model.parameters()])
 
 
-@pytest.mark.parametrize("name", [*names(), *EXTRA])
+@pytest.mark.parametrize("name", [*names(), *COMPOSED])
 def test_every_algorithm(hvd, name):
-    algorithm = EXTRA.get(name) or find(name)
+    algorithm = COMPOSED.get(name) or find(name)
     on_gpu = trained(hvd, algorithm, "cuda")
     assert on_gpu.isfinite().all()
     if algorithm.when == "background":

@@ -22,10 +22,11 @@ struct Lender {
     });
   }
   // An exchange that takes memory of these sizes, and what it got.
-  std::vector<char*> exchange(const std::vector<size_t>& sizes, bool in_order = true) {
+  std::vector<char*> exchange(const std::vector<size_t>& sizes) { return exchange(sizes, stream); }
+  std::vector<char*> exchange(const std::vector<size_t>& sizes, Device::Stream on) {
     std::vector<char*> got;
-    for (const size_t nbytes : sizes) got.push_back(loans.borrow(nbytes, in_order));
-    loans.end(device.mark(in_order ? stream : other), in_order);
+    for (const size_t nbytes : sizes) got.push_back(loans.borrow(nbytes, on));
+    loans.end(device.mark(on), on);
     return got;
   }
 
@@ -33,7 +34,7 @@ struct Lender {
   const Device::Stream stream = device.add_stream(), other = device.add_stream();
   std::atomic<bool> go{false};
   std::function<void()> before_waiting = [] {};
-  Loans loans{&device, [this](const std::function<bool()>& reached) {
+  Loans loans{&device, stream, [this](const std::function<bool()>& reached) {
                 before_waiting();
                 while (!reached()) std::this_thread::yield();
               }};
@@ -69,7 +70,7 @@ TEST(Loans, OfAnotherStreamAreItsOwn) {
   Lender lender;
   lender.hold();
   const auto first = lender.exchange({1000});
-  for (char* data : lender.exchange({1000, 3000}, /*in_order=*/false)) EXPECT_NE(data, first[0]);
+  for (char* data : lender.exchange({1000, 3000}, lender.other)) EXPECT_NE(data, first[0]);
   EXPECT_EQ(lender.exchange({1000}), first);
   lender.go = true;
 }
@@ -120,8 +121,21 @@ TEST(Loans, StayWhereWaitingIsPointless) {
 TEST(Loans, AreAnErrorWhereNothingMakesRoom) {
   Lender lender;
   lender.device.has(700);
-  lender.before_waiting = [] { FAIL(); };
   EXPECT_THROW(lender.exchange({2000}), UsageError);
+}
+
+// To let go of memory would wait for what the exchange at hand has given, too, whoever has it.
+TEST(Loans, MakeNoRoomBeforeAllIsDone) {
+  Lender lender;
+  lender.device.lend(100'000);
+  lender.device.has(700);
+  EXPECT_NE(lender.loans.borrow(500, lender.stream), nullptr);
+  lender.hold();
+  lender.before_waiting = [] { throw PeerError("rank 1 is gone"); };
+  EXPECT_THROW(lender.loans.borrow(2000, lender.stream), PeerError);
+  EXPECT_THROW(lender.loans.lend(2000, lender.stream), PeerError);
+  lender.before_waiting = [&] { lender.go = true; };
+  EXPECT_NE(lender.loans.lend(2000, lender.stream), nullptr);
 }
 
 }  // namespace
