@@ -54,14 +54,13 @@ std::shared_ptr<char> Device::borrowed(std::shared_ptr<char> memory, size_t nbyt
 
 std::shared_ptr<char> Device::lend_at_once(size_t nbytes) {
   nbytes = lent_nbytes(nbytes);
+  std::multimap<size_t, std::shared_ptr<char>>::node_type spare;
   {
     std::lock_guard<std::mutex> lock(lending_);
     const auto found = spare_.lower_bound(nbytes);
-    if (found != spare_.end() && found->first <= 2 * nbytes) {
-      const auto spare = spare_.extract(found);
-      return borrowed(std::move(spare.mapped()), spare.key());
-    }
+    if (found != spare_.end() && found->first <= 2 * nbytes) spare = spare_.extract(found);
   }
+  if (spare) return borrowed(std::move(spare.mapped()), spare.key());
   try {
     return borrowed(allocate(nbytes), nbytes);
   } catch (const UsageError&) {  // there is no room

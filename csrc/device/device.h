@@ -57,9 +57,10 @@ class Device {
   // Memory of the device. Letting go of it may wait for all that the device does.
   virtual std::shared_ptr<char> allocate(size_t nbytes) = 0;
   // The same for the engine itself, which lets go of it when nothing is done with it any more: it
-  // is kept for the next time, without waiting.
+  // is kept for the next time, without waiting. Where there is no room what is kept makes some,
+  // and that may wait for all that the device does.
   std::shared_ptr<char> lend(size_t nbytes);
-  // The same, but null where others would have to let go of memory to make room.
+  // The same, but null where it would have to make room.
   std::shared_ptr<char> lend_at_once(size_t nbytes);
   // Of so many there are, at least.
   static size_t lent_nbytes(size_t nbytes);

@@ -126,8 +126,8 @@ PretendDevice::PretendDevice(int work_us) : work_us_(work_us), identity_(drawn_i
   shared_->device = this;
 }
 PretendDevice::~PretendDevice() {
-  shared_->device = nullptr;
   forget_kept();
+  shared_->device = nullptr;
 }
 
 void PretendDevice::run(Stream stream, std::function<void()> work) {
@@ -174,7 +174,7 @@ void PretendDevice::copy(void* to, const void* from, size_t nbytes, Stream strea
 void PretendDevice::drain(Stream stream) {
   check();
   const Mark here = mark(stream);
-  static_cast<Reached*>(here.get())->wait();
+  if (!captured(here)) static_cast<Reached*>(here.get())->wait();
 }
 
 void PretendDevice::drain_all() {
@@ -214,6 +214,7 @@ std::shared_ptr<char> PretendDevice::allocate(size_t nbytes) {
 }
 
 void PretendDevice::drain_to_free() {
+  if (is_childs()) return;
   try {
     drain_all();
   } catch (const Error&) {  // it is broken

@@ -73,7 +73,8 @@ class PretendDevice : public Device {
   struct Reached;
 
   void check() const;
-  // Who lets go of memory waits for all that the device does.
+  // Who lets go of memory waits for all that the device does; nobody does so on a stream, or while
+  // another thread ends the device.
   void drain_to_free();
 
   const int work_us_;

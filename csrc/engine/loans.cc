@@ -18,12 +18,13 @@ char* Loans::borrow(size_t nbytes, Device::Stream on) {
     borrowed_.push_back({fits->first, std::move(fits->second)});
     returned_.erase(fits);
   } else {
-    if (fits != returned_.begin()) {
-      const auto smaller = std::prev(fits);
+    borrowed_.push_back({nbytes, lend(nbytes, on)});
+    const auto larger = returned_.lower_bound(nbytes);
+    if (larger != returned_.begin()) {
+      const auto smaller = std::prev(larger);
       device_->keep_until(last_, std::move(smaller->second));
       returned_.erase(smaller);
     }
-    borrowed_.push_back({nbytes, lend(nbytes, on)});
   }
   return borrowed_.back().second.get();
 }

@@ -3,22 +3,19 @@
 #pragma once
 
 #include <cstddef>
-#include <functional>
 #include <map>
 #include <memory>
 #include <utility>
 #include <vector>
 
 #include "device/device.h"
+#include "transport/nccl.h"
 
 namespace bagua {
 
 class Loans {
  public:
-  // Returns when what it is given holds; throws when waiting on has become pointless.
-  using WaitUntil = std::function<void(const std::function<bool()>&)>;
-
-  Loans(Device* device, Device::Stream stream, WaitUntil wait_until)
+  Loans(Device* device, Device::Stream stream, NcclGroup::WaitUntil wait_until)
       : device_(device), stream_(stream), wait_until_(std::move(wait_until)) {}
 
   // For the exchange at hand, which is on some stream. On others than ours, as that of a graph that
@@ -34,7 +31,7 @@ class Loans {
  private:
   Device* const device_;
   const Device::Stream stream_;
-  const WaitUntil wait_until_;
+  const NcclGroup::WaitUntil wait_until_;
   using Loan = std::pair<size_t, std::shared_ptr<char>>;
   std::vector<Loan> borrowed_;  // by the exchange at hand
   std::multimap<size_t, std::shared_ptr<char>> returned_;

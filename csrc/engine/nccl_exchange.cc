@@ -55,7 +55,7 @@ NcclExchange::NcclExchange(const NcclLibrary* library, Device* device, const Con
       loans_(device, stream_, [this](const auto& reached) { group_->wait_until(reached); }) {}
 
 NcclExchange::~NcclExchange() {
-  sets_.leave();
+  sets_.end_now();
   if (!abort()) loans_.keep_for_ever();
 }
 

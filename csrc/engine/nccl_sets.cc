@@ -250,7 +250,7 @@ bool NcclSets::ends() {
   return ending_->count > 0 && waited_s < 2 * kEndS;
 }
 
-void NcclSets::leave() {
+void NcclSets::end_now() {
   end_last();
   while (ends()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }

@@ -60,8 +60,9 @@ class NcclSets {
   // seconds, as NCCL's threads may still have something for other ranks.
   void finish();
   bool ends();
-  // Ends what has been left so far, and gives that its moment.
-  void leave();
+  // Ends what has been left so far, and gives that its moment. Who ends this object calls it
+  // before, and then abort(), which ends all at once.
+  void end_now();
 
  private:
   // Ranks of a set, by index, ascending.

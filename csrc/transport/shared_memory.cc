@@ -86,17 +86,21 @@ Segment::Segment(int pid, const Card& card) : nbytes_(card.nbytes) {
     });
   if (data_) return;
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(card.fd);
+  // In another container, or when it is gone, the same numbers may name anything.
+  const auto another = [&] {
+    return PeerError("what process " + std::to_string(pid) +
+                     " of this container has open is not the memory that was meant");
+  };
   const int mine = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (mine < 0 && errno == ENXIO) throw another();  // a socket
   if (mine < 0 && (errno == ENOENT || errno == ESRCH))
     throw PeerError("process " + std::to_string(pid) + " is gone, or of another container");
   if (mine < 0) fail("open another process's", nbytes_, errno);
   try {
-    // In another container, or when it is gone, the same numbers may name any file.
     struct stat file{};
     if (::fstat(mine, &file) != 0 || file.st_dev != card.device || file.st_ino != card.inode ||
         static_cast<size_t>(file.st_size) < nbytes_)
-      throw PeerError("what process " + std::to_string(pid) +
-                      " of this container has open is not the memory that was meant");
+      throw another();
     map(mine);
   } catch (...) {
     ::close(mine);

@@ -56,9 +56,8 @@ def test_the_benchmarks_trace_tells(hvd):
 
 @pytest.mark.parametrize("name", [*names(), *COMPOSED])
 def test_every_algorithm(hvd, name):
-    algorithm = COMPOSED.get(name) or find(
-        name
-    )  # without its warm-up, and in every step or every other
+    # Without its warm-up, and in every step or every other.
+    algorithm = COMPOSED.get(name) or find(name)
     warmup, every = min(2, algorithm.warmup_steps), min(2, algorithm.every)
     algorithm = replace(algorithm, warmup_steps=warmup, every=every)
     torch.manual_seed(0)

@@ -33,9 +33,9 @@ struct Lender {
   PretendDevice device{0};
   const Device::Stream stream = device.add_stream(), other = device.add_stream();
   std::atomic<bool> go{false};
-  std::function<void()> before_waiting = [] {};
+  std::function<void()> before_waiting = [] {};  // if there is something to wait for
   Loans loans{&device, stream, [this](const std::function<bool()>& reached) {
-                before_waiting();
+                if (!reached()) before_waiting();
                 while (!reached()) std::this_thread::yield();
               }};
 };
@@ -88,6 +88,17 @@ TEST(Loans, ThatAreTooSmallGoBack) {
   lender.device.let_go();
   EXPECT_EQ(lender.device.lend(1000).get(), small[0]);
   EXPECT_NE(lender.exchange({1000})[0], nullptr);
+}
+
+// What is too small is a part of the room that there is.
+TEST(Loans, GrowIntoTheRoomOfWhatIsTooSmall) {
+  Lender lender;
+  lender.device.has(3500);
+  lender.exchange({1000});
+  lender.hold();
+  lender.before_waiting = [&] { lender.go = true; };
+  lender.exchange({1000});
+  EXPECT_NO_THROW(lender.exchange({3000}));
 }
 
 // What was much more than is needed now goes, when what is under way is done with it.

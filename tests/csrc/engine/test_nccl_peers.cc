@@ -235,6 +235,37 @@ TEST(NcclPeers, ReceiveInTheSameMemory) {
   });
 }
 
+// Who finds no room for what it receives waits for what is under way, and that for a dead one.
+TEST(NcclPeers, ADeadOneEndsTheWaitForRoom) {
+  GpuWorld world(2);
+  world.run([&](int rank, Gpu& gpu, Engine& engine) {
+    const auto submit = [&](std::vector<float>& values) {
+      const std::string name = "of " + std::to_string(values.size());
+      RequestPtr request = allreduce_of(name, values, ReduceOp::kAverage);
+      request->description.peers = "ring";
+      gpu.compute(values, 1);
+      return gpu.submit(engine, request, Urgency::kWaited);
+    };
+    std::vector<float>&few = gpu.lasting(5000), &many = gpu.lasting(50'000);
+    EXPECT_EQ(gpu.read(engine, submit(few), few), all(few.size(), 1));
+    if (rank == 1) gpu.hold(world.go);
+    finish(engine, submit(few));
+    if (rank == 0) {
+      gpu.device.lend(1000);  // what it could make room with
+      gpu.device.has(0);
+    }
+    const HandlePtr last = submit(many);
+    if (rank == 0) {
+      EXPECT_CONTAINS(error_of<PeerError>([&] { finish(engine, last); }), "rank 1");
+      return;
+    }
+    finish(engine, last);
+    gpu.device.fail();
+    world.ranks.die(rank);
+  });
+  world.go = true;
+}
+
 TEST(NcclPeers, ADeadOneEndsWhatIsUnderWay) {
   GpuWorld world(3);
   expect_end_of_what_waits_for(world, 1, 1, [](Gpu& gpu, Engine& engine, auto& values) {

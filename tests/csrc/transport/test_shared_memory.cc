@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -75,6 +76,10 @@ TEST(Segment, WhatIsNoSuchMemoryIsAPeerError) {
   ASSERT_EQ(::ftruncate(other, 4096), 0);
   ::dup2(other, shorter);
   EXPECT_THROW(Segment(::getpid(), right), PeerError);
+  const int unlike = ::socket(AF_UNIX, SOCK_STREAM, 0);
+  ::dup2(unlike, shorter);
+  EXPECT_THROW(Segment(::getpid(), right), PeerError);
+  ::close(unlike);
   ::close(shorter);
   ::close(other);
 }
