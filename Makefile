@@ -27,7 +27,7 @@ ifneq ($(words $(CURDIR)),1)
 $(error the path of this clone, $(CURDIR), has a space, which MPI's compiler wrapper cannot cope with; move it)
 endif
 
-.PHONY: help dev demo test test-csrc test-python test-several-ranks test-rest test-slow test-arm test-gpu sanitize-gpu test-hosts test-pretended test-parallel lint format sanitize bench bench-agreement bench-exchange clean googletest
+.PHONY: help dev demo test test-csrc test-python test-several-ranks test-rest test-slow test-arm test-gpu test-nccl-releases sanitize-gpu test-hosts test-pretended test-parallel lint format sanitize bench bench-agreement bench-exchange clean googletest
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -111,6 +111,10 @@ test-gpu: dev ## tests on a GPU, by one rank and by two that share it, without N
 	NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=4 $(BIN)/python -m pytest tests/gpu
 	[ "$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())')" -lt 2 ] || OWN_GPU=1 $(BIN)/python -m pytest tests/gpu
 	[ -z "$(DRIVER)" ] || [ -z "$(SANITIZER)" ] || $(MAKE) sanitize-gpu
+
+NCCL ?= 2.18.1 2.18.3 2.19.3 2.21.5 2.26.2 2.28.9 2.30.7 2.32.3
+test-nccl-releases: dev ## what is taken for NCCL's interface, against releases of it (NCCL=...), of which each is a download of 200 MB
+	@$(BIN)/python tests/gpu/nccl_releases.py $(NCCL)
 
 # Of the toolkit, which may not be on PATH. Races are looked for where threads share memory.
 SANITIZER ?= $(firstword $(shell command -v compute-sanitizer) $(wildcard $(CUDA_HOME)/bin/compute-sanitizer /usr/local/cuda/bin/compute-sanitizer))

@@ -1,6 +1,6 @@
 // NCCL's functions, found when they are first needed: nothing is linked, and a machine may have any
 // version from 2.18 on, or none. Types are those of NCCL's interface,
-// https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html (checked against 2.32.3).
+// https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html (make test-nccl-releases).
 #pragma once
 
 #include <cstddef>
@@ -27,6 +27,7 @@ enum class NcclType : int {
   kBF16 = 9,
 };
 enum class NcclOp : int { kSum = 0, kProduct = 1, kMax = 2, kMin = 3, kAverage = 4 };
+constexpr int kNcclOnHost = 1;  // where a scalar is, which is read at once
 
 struct NcclId {
   char bytes[128];

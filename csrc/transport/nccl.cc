@@ -23,7 +23,6 @@ namespace {
 
 constexpr double kAbortS = 3;
 constexpr double kPromptS = 200e-6;
-constexpr int kOnHost = 1;  // where a scalar is, which is read at once
 
 std::optional<NcclType> type_of(DType dtype) {
   switch (dtype) {
@@ -263,7 +262,8 @@ void NcclGroup::reducing(DType dtype, How how, const std::function<void(NcclOp)>
   if (how.factor == 1) return together([&] { give(op); });
   Scalar scalar(how.op == ReduceOp::kAverage ? how.factor / size_ : how.factor, dtype);
   finish(on_device([&] {
-           return library_.create_scaled_sum(&op, scalar.bytes, *type_of(dtype), kOnHost, comm_);
+           return library_.create_scaled_sum(&op, scalar.bytes, *type_of(dtype), kNcclOnHost,
+                                             comm_);
          }),
          "ncclRedOpCreatePreMulSum");
   together([&] { give(op); });
