@@ -43,26 +43,25 @@ size_t Device::lent_nbytes(size_t nbytes) {
   return std::max<size_t>(1, (nbytes + step - 1) / step) * step;
 }
 
-std::shared_ptr<char> Device::borrowed(std::shared_ptr<char> memory, size_t nbytes) {
-  char* data = memory.get();
-  return {data, [this, memory = std::move(memory), nbytes](char*) mutable {
-            if (is_childs()) return leak(std::move(memory));
+std::shared_ptr<char> Device::borrowed(Spare::Piece piece) {
+  char* data = piece.memory.get();
+  return {data, [this, piece = std::move(piece)](char*) mutable {
+            if (is_childs()) return leak(std::move(piece.memory));
             std::lock_guard<std::mutex> lock(lending_);
-            spare_.emplace(nbytes, std::move(memory));
+            spare_.put(std::move(piece));
           }};
 }
 
 std::shared_ptr<char> Device::lend_at_once(size_t nbytes) {
   nbytes = lent_nbytes(nbytes);
-  std::multimap<size_t, std::shared_ptr<char>>::node_type spare;
+  Spare::Piece spare;
   {
     std::lock_guard<std::mutex> lock(lending_);
-    const auto found = spare_.lower_bound(nbytes);
-    if (found != spare_.end() && found->first <= 2 * nbytes) spare = spare_.extract(found);
+    spare = spare_.take(nbytes);
   }
-  if (spare) return borrowed(std::move(spare.mapped()), spare.key());
+  if (spare.memory) return borrowed(std::move(spare));
   try {
-    return borrowed(allocate(nbytes), nbytes);
+    return borrowed({nbytes, allocate(nbytes)});
   } catch (const UsageError&) {  // there is no room
     return nullptr;
   }
@@ -71,14 +70,13 @@ std::shared_ptr<char> Device::lend_at_once(size_t nbytes) {
 // Where there is no room, what nobody has borrowed makes some.
 std::shared_ptr<char> Device::lend(size_t nbytes) {
   if (auto memory = lend_at_once(nbytes)) return memory;
-  std::multimap<size_t, std::shared_ptr<char>> spare;
   {
+    Spare spare;  // outlives the lock
     const std::lock_guard<std::mutex> lock(lending_);
-    spare.swap(spare_);
+    std::swap(spare, spare_);
   }
-  spare.clear();
   nbytes = lent_nbytes(nbytes);
-  return borrowed(allocate(nbytes), nbytes);
+  return borrowed({nbytes, allocate(nbytes)});
 }
 
 std::shared_ptr<char> Device::lent_to(User user, std::shared_ptr<char> memory) {

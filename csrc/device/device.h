@@ -7,11 +7,12 @@
 #include <atomic>
 #include <cstddef>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
+
+#include "device/spare.h"
 
 namespace bagua {
 
@@ -93,11 +94,11 @@ class Device {
     Mark mark;
     std::shared_ptr<void> owner;
   };
-  std::shared_ptr<char> borrowed(std::shared_ptr<char> memory, size_t nbytes);
+  std::shared_ptr<char> borrowed(Spare::Piece piece);
 
   const pid_t process_ = ::getpid();
   std::mutex lending_;
-  std::multimap<size_t, std::shared_ptr<char>> spare_;  // by size
+  Spare spare_;
   std::mutex keeping_;
   std::vector<KeptUntil> kept_, captured_;  // the latter for ever: such marks are never reached
   size_t next_ = 0;                         // of those kept, to be looked at

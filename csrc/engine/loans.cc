@@ -1,7 +1,5 @@
 #include "engine/loans.h"
 
-#include <iterator>
-
 #include "common/memory.h"
 
 namespace bagua {
@@ -9,24 +7,15 @@ namespace bagua {
 // What is too small goes in exchange: sizes may grow and grow.
 char* Loans::borrow(size_t nbytes, Device::Stream on) {
   nbytes = Device::lent_nbytes(nbytes);
-  if (on != stream_) {
-    borrowed_.push_back({nbytes, lend(nbytes, on)});
-    return borrowed_.back().second.get();
+  const bool is_ours = on == stream_;
+  Spare::Piece loan = is_ours ? returned_.take(nbytes) : Spare::Piece{};
+  if (!loan.memory) {
+    loan = {nbytes, lend(nbytes, on)};
+    Spare::Piece smaller = is_ours ? returned_.take_smaller(nbytes) : Spare::Piece{};
+    if (smaller.memory) device_->keep_until(last_, std::move(smaller.memory));
   }
-  const auto fits = returned_.lower_bound(nbytes);
-  if (fits != returned_.end() && fits->first <= 2 * nbytes) {
-    borrowed_.push_back({fits->first, std::move(fits->second)});
-    returned_.erase(fits);
-  } else {
-    borrowed_.push_back({nbytes, lend(nbytes, on)});
-    const auto larger = returned_.lower_bound(nbytes);
-    if (larger != returned_.begin()) {
-      const auto smaller = std::prev(larger);
-      device_->keep_until(last_, std::move(smaller->second));
-      returned_.erase(smaller);
-    }
-  }
-  return borrowed_.back().second.get();
+  borrowed_.push_back(std::move(loan));
+  return borrowed_.back().memory.get();
 }
 
 // To make room is to wait for all that the device does, which may wait for a rank that is gone: who
@@ -35,23 +24,23 @@ std::shared_ptr<char> Loans::lend(size_t nbytes, Device::Stream on) {
   if (auto memory = device_->lend_at_once(nbytes)) return memory;
   const Device::Mark given = on == stream_ ? device_->mark(stream_) : last_;
   wait_until_([&] { return device_->reached(given); });
-  returned_.clear();
+  returned_ = {};
   return device_->lend(nbytes);
 }
 
 void Loans::end(const Device::Mark& mark, Device::Stream on) {
   if (on == stream_) {
     last_ = mark;
-    for (Loan& loan : borrowed_) returned_.insert(std::move(loan));
+    for (Spare::Piece& loan : borrowed_) returned_.put(std::move(loan));
   } else {
-    for (Loan& loan : borrowed_) device_->keep_until(mark, std::move(loan.second));
+    for (Spare::Piece& loan : borrowed_) device_->keep_until(mark, std::move(loan.memory));
   }
   borrowed_.clear();
 }
 
 void Loans::keep_for_ever() {
-  for (auto& [nbytes, memory] : borrowed_) bagua::keep_for_ever(std::move(memory));
-  for (auto& [nbytes, memory] : returned_) bagua::keep_for_ever(std::move(memory));
+  bagua::keep_for_ever(std::make_shared<std::vector<Spare::Piece>>(std::move(borrowed_)));
+  bagua::keep_for_ever(std::make_shared<Spare>(std::move(returned_)));
 }
 
 }  // namespace bagua

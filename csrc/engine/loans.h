@@ -3,12 +3,12 @@
 #pragma once
 
 #include <cstddef>
-#include <map>
 #include <memory>
 #include <utility>
 #include <vector>
 
 #include "device/device.h"
+#include "device/spare.h"
 #include "transport/nccl.h"
 
 namespace bagua {
@@ -32,9 +32,8 @@ class Loans {
   Device* const device_;
   const Device::Stream stream_;
   const NcclGroup::WaitUntil wait_until_;
-  using Loan = std::pair<size_t, std::shared_ptr<char>>;
-  std::vector<Loan> borrowed_;  // by the exchange at hand
-  std::multimap<size_t, std::shared_ptr<char>> returned_;
+  std::vector<Spare::Piece> borrowed_;  // by the exchange at hand
+  Spare returned_;
   Device::Mark last_;  // where the last of those that gave these back is done
 };
 
