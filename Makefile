@@ -114,7 +114,7 @@ test-gpu: dev ## tests on a GPU, by one rank and by two that share it, without N
 
 NCCL ?= 2.18.1 2.18.3 2.19.3 2.21.5 2.26.2 2.28.9 2.30.7 2.32.3
 test-nccl-releases: dev ## what is taken for NCCL's interface, against releases of it (NCCL=...), of which each is a download of 200 MB
-	@$(BIN)/python tests/gpu/nccl_releases.py $(NCCL)
+	@$(BIN)/python tests/csrc/device/nccl_releases.py $(NCCL)
 
 # Of the toolkit, which may not be on PATH. Races are looked for where threads share memory.
 SANITIZER ?= $(firstword $(shell command -v compute-sanitizer) $(wildcard $(CUDA_HOME)/bin/compute-sanitizer /usr/local/cuda/bin/compute-sanitizer))

@@ -1,5 +1,5 @@
 // Compiled against the header of one of NCCL's releases, of which ours is a part; run with the path
-// of its library it tells what it found there. See tests/gpu/nccl_releases.py.
+// of its library it tells what it found there. See nccl_releases.py.
 #include <nccl.h>
 
 #include <cstddef>

@@ -13,7 +13,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CACHE = ROOT / "build/extension/CMakeCache.txt"
 
 
