@@ -13,13 +13,13 @@ namespace bagua {
 // What is gathered of a whole block.
 template <class C>
 BAGUA_BOTH typename C::Gathered gather_block(const float* x) {
-  constexpr int kSeparate = C::Gathered::kInAnyOrder ? 1 : kLanes;
-  typename C::Gathered lanes[kSeparate];
+  constexpr int kSeparate = C::Gathered::kInAnyOrder ? 1 : kRow;
+  typename C::Gathered places[kSeparate];
   for (int i = 0; i < C::kBlock; i += kSeparate)
-    for (int k = 0; k < kSeparate; ++k) lanes[k].add(x[i + k]);
+    for (int p = 0; p < kSeparate; ++p) places[p].add(x[i + p]);
   for (int half = kSeparate / 2; half > 0; half /= 2)
-    for (int k = 0; k < half; ++k) lanes[k].merge(lanes[k + half]);
-  return lanes[0];
+    for (int p = 0; p < half; ++p) places[p].merge(places[p + half]);
+  return places[0];
 }
 
 // Codes of n values, one to a byte, to what travels.

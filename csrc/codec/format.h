@@ -21,9 +21,10 @@
 
 namespace bagua {
 
-// Lane l gathers values l, l + kLanes, ...; then lane l takes in lane l + h, for h = kLanes / 2,
-// ..., 2, 1. Sums are the same everywhere because this order is.
-constexpr int kLanes = 32;
+// Values come in rows, of which each lane has some side by side. Place p of a row gathers value p
+// of all rows; then place p takes in place p + h, for h = half a row, ..., 2, 1. Sums are the same
+// everywhere because this order is.
+constexpr int kLanes = 32, kSide = 4, kRow = kLanes * kSide;
 
 // Bytes of a block of so many values.
 template <class C>
@@ -78,6 +79,11 @@ BAGUA_BOTH float inverse_or_zero(float x) {
 }
 
 BAGUA_BOTH float lesser(float a, float b) { return a < b ? a : b; }
+BAGUA_BOTH uint32_t greater(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+// A float's bits without the sign, which compare as integers do; those of NaNs are above all
+// others.
+BAGUA_BOTH uint32_t magnitude_of(float x) { return float_bits(x) & 0x7fffffffu; }
 
 // An integer for every float, in their order: -NaN, -Inf, ..., -0, 0, ..., Inf, NaN.
 BAGUA_BOTH int32_t in_order(float x) {
@@ -106,11 +112,11 @@ struct Extremes {
   static constexpr bool kInAnyOrder = true;
 };
 
-// The greatest magnitude, as its bits: those of a NaN are above all others.
+// The greatest magnitude.
 struct Magnitude {
   int32_t top = 0;
   BAGUA_BOTH void add(float x) {
-    const auto bits = static_cast<int32_t>(float_bits(x) & 0x7fffffffu);
+    const auto bits = static_cast<int32_t>(magnitude_of(x));
     top = bits > top ? bits : top;
   }
   BAGUA_BOTH void merge(const Magnitude& other) { top = other.top > top ? other.top : top; }
@@ -122,7 +128,7 @@ struct Magnitude {
 struct AbsoluteSum {
   static constexpr float kOver = 1.0f / 2048;
   float sum = 0;
-  BAGUA_BOTH void add(float x) { sum += bits_float(float_bits(x) & 0x7fffffffu) * kOver; }
+  BAGUA_BOTH void add(float x) { sum += bits_float(magnitude_of(x)) * kOver; }
   BAGUA_BOTH void merge(const AbsoluteSum& other) { sum += other.sum; }
   static constexpr bool kPadsWithFirst = false;
   static constexpr bool kInAnyOrder = false;

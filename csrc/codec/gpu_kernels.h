@@ -37,7 +37,8 @@ struct GpuWarp {
   __device__ uint32_t down(uint32_t x, int d) const { return __shfl_down_sync(kAll, x, d); }
   __device__ uint32_t across(uint32_t x, int d) const { return __shfl_xor_sync(kAll, x, d); }
   __device__ uint32_t first(uint32_t x) const { return __shfl_sync(kAll, x, 0); }
-  __device__ uint32_t vote(bool b) const { return __ballot_sync(kAll, b); }
+  __device__ uint32_t sum(uint32_t x) const { return __reduce_add_sync(kAll, x); }
+  __device__ uint32_t most(uint32_t x) const { return __reduce_max_sync(kAll, x); }
   __device__ void sync() const { __syncwarp(); }
 };
 

@@ -14,91 +14,67 @@ struct Chunks {
   // The whole chunks are alike, the last may be shorter.
   struct Shape {
     int64_t count;
-    int kept, last_kept;
-    int coded_nbytes, last_coded_nbytes;
+    KeptPart whole, last;
   };
-  static constexpr int kThreads = kLanes, kAtOnce = 1;
+  static constexpr int kThreads = kLanes, kAtOnce = 9;
   static Shape shape(const Coding& coding, int64_t count) {
-    const int64_t rest = count % Desk::kChunk;
-    const auto kept = [&](int64_t n) { return static_cast<int>(TopK::kept_of(coding, n)); };
-    const auto coded = [&](int64_t n) {
-      return static_cast<int>(coding.values->wire_nbytes(coding, kept(n)));
+    const auto kept = [&](int64_t n) {
+      const int64_t some = TopK::kept_of(coding, n);
+      const int64_t coded_nbytes = coding.values->wire_nbytes(coding, some);
+      return KeptPart{static_cast<int>(some), static_cast<int>(coded_nbytes)};
     };
-    return {count, kept(Desk::kChunk), kept(rest), coded(Desk::kChunk), coded(rest)};
+    return {count, kept(kChunk), kept(count % kChunk)};
   }
-  static int64_t blocks(int64_t count) { return (count + Desk::kChunk - 1) / Desk::kChunk; }
-  static int shared_nbytes(const Shape& shape) {
-    return Desk::nbytes(shape.kept, shape.coded_nbytes);
-  }
+  static int64_t blocks(int64_t count) { return (count + kChunk - 1) / kChunk; }
+  static int shared_nbytes(const Shape& shape) { return Desk::nbytes(shape.whole); }
 
-  // One of the chunks: where its values and its wire begin, how many they are, how many are kept,
-  // and bytes of their codes.
-  struct Chunk {
-    int64_t begin, at;
-    int n, kept, coded_nbytes;
-  };
+  // Calls f(warp, desk, values' begin, how many, wire's begin) for the warp's chunk.
   template <class F>
   __device__ static void visit(const Shape& shape, F&& f) {
     extern __shared__ __align__(16) char memory[];
-    const Desk desk(memory, shape.kept, shape.coded_nbytes);
-    const int64_t i = blockIdx.x, wire_nbytes = 2 * shape.kept + shape.coded_nbytes;
-    const int64_t begin = i * Desk::kChunk, left = shape.count - begin, at = i * wire_nbytes;
-    if (left >= Desk::kChunk) {
-      f(GpuWarp(), desk, Chunk{begin, at, Desk::kChunk, shape.kept, shape.coded_nbytes});
-    } else {
-      f(GpuWarp(), desk,
-        Chunk{begin, at, static_cast<int>(left), shape.last_kept, shape.last_coded_nbytes});
-    }
+    const int64_t begin = blockIdx.x * int64_t{kChunk}, left = shape.count - begin;
+    const bool whole = left >= kChunk;
+    const int64_t at = blockIdx.x * int64_t{shape.whole.nbytes()};
+    f(GpuWarp(), Desk(memory, whole ? shape.whole : shape.last), begin,
+      whole ? kChunk : static_cast<int>(left), at);
   }
-  // Makes value i of the chunk f(i).
-  template <class F>
-  __device__ static void fill(const GpuWarp& warp, const Desk& desk, int n, F&& f) {
-    for (int i = warp.lane(); i < n; i += kLanes) desk.chunk[i] = f(i);
-    warp.sync();
-  }
-
-  // Makes the chunk what the wires say of it, in order.
-  __device__ static void add_all(const GpuWarp& warp, const Desk& desk, const Chunk& c,
-                                 const Wires& wires) {
-    fill(warp, desk, c.n, [](int) { return 0.0f; });
-    for (int k = 0; k < wires.count; ++k)
-      add_chunk<V, true>(warp, desk, c.n, c.kept, c.coded_nbytes, wire_of(wires, k) + c.at);
+  // The sum of what the wires say of a chunk, finished.
+  __device__ static void add_up(const GpuWarp& warp, const Desk& desk, const Wires& wires,
+                                int64_t at, int n, const Finishing& finish, ChunkValues& sum) {
+    const auto from = [&](int i) { return wire_of(wires, i) + at; };
+    add_up_chunk<V>(warp, desk, wires.count, from, n, sum);
+    finish.all(sum.of);
   }
 
   __device__ static void encode(const Shape& shape, const float* in, float* residual,
                                 uint8_t* wire) {
-    visit(shape, [&](const GpuWarp& warp, const Desk& desk, const Chunk& c) {
-      float* lost = residual ? residual + c.begin : nullptr;
-      fill(warp, desk, c.n,
-           [&](int i) { return lost ? lost[i] + in[c.begin + i] : in[c.begin + i]; });
-      encode_chunk<V>(warp, desk, c.n, c.kept, c.coded_nbytes, wire + c.at, nullptr, lost);
+    visit(shape, [&](const GpuWarp& warp, const Desk& desk, int64_t begin, int n, int64_t at) {
+      float* lost = residual ? residual + begin : nullptr;
+      ChunkValues values;
+      load_chunk(warp, desk, in + begin, lost, n, values);
+      encode_chunk<V>(warp, desk, values, n, wire + at, nullptr, lost);
     });
   }
   __device__ static void decode(const Shape& shape, const uint8_t* wire, float* out) {
-    visit(shape, [&](const GpuWarp& warp, const Desk& desk, const Chunk& c) {
-      fill(warp, desk, c.n, [](int) { return 0.0f; });
-      add_chunk<V, false>(warp, desk, c.n, c.kept, c.coded_nbytes, wire + c.at);
-      for (int i = warp.lane(); i < c.n; i += kLanes) out[c.begin + i] = desk.chunk[i];
-      warp.sync();
+    visit(shape, [&](const GpuWarp& warp, const Desk& desk, int64_t begin, int n, int64_t at) {
+      decode_chunk<V>(warp, desk, wire + at, n, out + begin);
     });
   }
   __device__ static void add_up(const Shape& shape, const Wires& wires, Finishing finish,
                                 float* residual, uint8_t* wire, float* out) {
-    visit(shape, [&](const GpuWarp& warp, const Desk& desk, const Chunk& c) {
-      float* lost = residual ? residual + c.begin : nullptr;
-      add_all(warp, desk, c, wires);
-      fill(warp, desk, c.n, [&](int i) {
-        const float sum = finish(desk.chunk[i]);
-        return lost ? sum + lost[i] : sum;
-      });
-      encode_chunk<V>(warp, desk, c.n, c.kept, c.coded_nbytes, wire + c.at, out + c.begin, lost);
+    visit(shape, [&](const GpuWarp& warp, const Desk& desk, int64_t begin, int n, int64_t at) {
+      float* lost = residual ? residual + begin : nullptr;
+      ChunkValues sum;
+      add_up(warp, desk, wires, at, n, finish, sum);
+      if (lost) load_on_top<TopKChunk>(warp, lost, n, sum);
+      encode_chunk<V>(warp, desk, sum, n, wire + at, out + begin, lost);
     });
   }
   __device__ static void sum(const Shape& shape, const Wires& wires, Finishing finish, float* out) {
-    visit(shape, [&](const GpuWarp& warp, const Desk& desk, const Chunk& c) {
-      add_all(warp, desk, c, wires);
-      for (int i = warp.lane(); i < c.n; i += kLanes) out[c.begin + i] = finish(desk.chunk[i]);
-      warp.sync();
+    visit(shape, [&](const GpuWarp& warp, const Desk& desk, int64_t begin, int n, int64_t at) {
+      ChunkValues sum;
+      add_up(warp, desk, wires, at, n, finish, sum);
+      store_chunk(warp, desk, sum, n, out + begin);
     });
   }
 };

@@ -15,7 +15,7 @@ template <class C>
 struct Blocks {
   using Shape = int64_t;
   // Who has many values in registers has few neighbours.
-  static constexpr int kThreads = 128, kAtOnce = Lanes<C>::kEach > 16 ? 4 : 8;
+  static constexpr int kThreads = 128, kAtOnce = Lanes<C>::kEach > 16 ? 3 : 8;
   static int64_t shape(const Coding&, int64_t count) { return count; }
   static int64_t blocks(int64_t count) {
     constexpr int64_t kEach = C::kBlock * (kThreads / kLanes);

@@ -10,8 +10,7 @@
 namespace bagua {
 namespace {
 
-// How the `kept` largest magnitudes of a chunk are found. A magnitude is a float's bits without the
-// sign, which compare as integers do.
+// How the `kept` largest magnitudes of a chunk are found.
 //   1. A bound that at least `kept` of them reach. The chunk is dealt to groups, value i to group
 //      i % groups, and each has a greatest magnitude. A bound that `kept` of these reach, as many
 //      values reach at least. There are a third more groups than that, so that seldom a group has
@@ -31,7 +30,7 @@ constexpr int kFewestGroups = 64, kMostGroups = 1024;
 constexpr int kAtOnce = 4;
 
 [[gnu::always_inline]] inline int32_t magnitude(float x) {
-  return static_cast<int32_t>(float_bits(x) & 0x7fffffffu);
+  return static_cast<int32_t>(magnitude_of(x));
 }
 
 [[gnu::always_inline]] inline int count_from(const int32_t* magnitudes, int n, int32_t least) {
@@ -41,23 +40,14 @@ constexpr int kAtOnce = 4;
   return std::accumulate(reach, reach + kVector, 0);
 }
 
-// Of the numbers from `low` on, which at least `kept` magnitudes reach: the greatest that at least
-// `kept` reach, or one that at most `few` of them reach.
-[[gnu::always_inline]] inline int32_t reached(const int32_t* magnitudes, int n, int kept, int few,
-                                              int32_t low) {
+// The same of magnitudes, from `low` on.
+[[gnu::always_inline]] inline int32_t reached_by(const int32_t* magnitudes, int n, int kept,
+                                                 int few, int32_t low) {
   int32_t most = 0;
   for (int i = 0; i < n; ++i) most = std::max(most, magnitudes[i]);
-  for (int64_t high = int64_t{most} + 1; low + int64_t{1} < high;) {
-    const auto middle = static_cast<int32_t>(low + (high - low) / 2);
-    const int reach = count_from(magnitudes, n, middle);
-    if (reach < kept) {
-      high = middle;
-    } else {
-      low = middle;
-      if (reach <= few) break;
-    }
-  }
-  return low;
+  const auto count = [&](uint32_t x) { return count_from(magnitudes, n, static_cast<int32_t>(x)); };
+  const auto beyond = static_cast<uint32_t>(most) + 1;
+  return static_cast<int32_t>(reached(static_cast<uint32_t>(low), beyond, kept, few, count));
 }
 
 // What at least `kept` magnitudes of a chunk reach, and seldom many more.
@@ -75,13 +65,13 @@ constexpr int kAtOnce = 4;
         so_far[j] = std::max(so_far[j], magnitude(values[i + j]));
     }
     const int32_t bound =
-        reached(maxima, groups, kept, few, *std::min_element(maxima, maxima + groups));
+        reached_by(maxima, groups, kept, few, *std::min_element(maxima, maxima + groups));
     if (bound > 0) return bound;
   }
   // There are too many to keep for groups, or too many groups of zeros only.
   alignas(64) int32_t magnitudes[kChunk];
   for (int i = 0; i < kChunk; ++i) magnitudes[i] = magnitude(values[i]);
-  return reached(magnitudes, kChunk, kept, few, 0);
+  return reached_by(magnitudes, kChunk, kept, few, 0);
 }
 
 // The places of the `kept` largest magnitudes of a chunk.
@@ -106,7 +96,7 @@ constexpr int kAtOnce = 4;
   for (int i = 0; i < count; ++i) some[i] = magnitude(values[where[i]]);
   std::fill_n(some + count, kVector, -1);
   // The greatest magnitude that `kept` of them reach; of those equal to it so many are taken.
-  const int32_t low = reached(some, count, kept, kept, bound);
+  const int32_t low = reached_by(some, count, kept, kept, bound);
   int equals = kept - (low < INT32_MAX ? count_from(some, count, low + 1) : 0);
   for (int i = 0, at = 0; i < count && at < kept; ++i) {
     places[at] = where[i];

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "codec/codec.h"
+#include "common/both.h"
 
 namespace bagua {
 
@@ -22,5 +23,22 @@ struct TopK {
   static void decode_add(const Coding& coding, const char* wire, int64_t count, float* sum,
                          Isa isa);
 };
+
+// Where count(x) tells how many reach x, `kept` of them `low` and fewer `high`: the greatest number
+// that `kept` reach, or one that at least so many and at most `few` do.
+template <class Count>
+BAGUA_BOTH uint32_t reached(uint32_t low, uint32_t high, int kept, int few, Count&& count) {
+  while (low + 1 < high) {
+    const uint32_t middle = low + (high - low) / 2;
+    const int reach = count(middle);
+    if (reach < kept) {
+      high = middle;
+    } else {
+      low = middle;
+      if (reach <= few) break;
+    }
+  }
+  return low;
+}
 
 }  // namespace bagua

@@ -3,22 +3,19 @@
 // are the same.
 //
 // A Warp says: lane(); down(x, d), the x of the lane d further on; across(x, d), that of the lane
-// whose number has bit d otherwise; first(x), that of lane 0; and vote(b), a bit from each lane.
-// All lanes call these together.
+// whose number has bit d otherwise; and first(x), that of lane 0. All lanes call these together.
 #pragma once
 
 #include "codec/format.h"
 
 namespace bagua {
 
-// Which values of a block each lane holds: rows of some that are loaded at once.
+// Which values of a block each lane holds: of every row some, which are loaded at once.
 template <class C>
 struct Lanes {
   static constexpr int kEach = C::kBlock / kLanes;
-  // A gathering that depends on the order wants every 32nd.
-  static constexpr int kRow = C::Gathered::kInAnyOrder ? 4 : 1;
   BAGUA_BOTH static constexpr int place(int lane, int k) {
-    return k / kRow * (kRow * kLanes) + lane * kRow + k % kRow;
+    return k / kSide * kRow + lane * kSide + k % kSide;
   }
   // Whether that is among the first n; all of k is a constant.
   BAGUA_BOTH static bool has(int lane, int k, int n) {
@@ -26,15 +23,13 @@ struct Lanes {
   }
 };
 
-template <class C>
-struct alignas(4 * Lanes<C>::kRow) Row {
-  float of[Lanes<C>::kRow];
+struct alignas(4 * kSide) Side {
+  float of[kSide];
 };
 // Whether the n values at x are all of a block, in whole rows.
 template <class C>
 BAGUA_BOTH bool in_rows(const float* x, int n) {
-  const bool aligned = Lanes<C>::kRow == 1 || reinterpret_cast<uintptr_t>(x) % sizeof(Row<C>) == 0;
-  return n == C::kBlock && aligned;
+  return n == C::kBlock && reinterpret_cast<uintptr_t>(x) % sizeof(Side) == 0;
 }
 
 // Memory where a wire has codes of several values; aligned as wires are.
@@ -68,21 +63,22 @@ BAGUA_BOTH T moved(const T& value, Move&& move) {
 // Calls f(k, value) for each of this lane's values of the n at x, and with 0 past those, so that
 // all loads begin before one has ended.
 template <class C, class Warp, class F>
-BAGUA_BOTH void for_loaded(const Warp& warp, const float* x, int n, F&& f) {
-  if (!in_rows<C>(x, n)) {
-    BAGUA_UNROLL
-    for (int k = 0; k < Lanes<C>::kEach; ++k) {
-      float value = 0;
-      if (Lanes<C>::has(warp.lane(), k, n)) value = x[Lanes<C>::place(warp.lane(), k)];
-      f(k, value);
-    }
-    return;
-  }
+BAGUA_BOTH void for_rows(const Warp& warp, const float* x, F&& f) {
   BAGUA_UNROLL
-  for (int k = 0; k < Lanes<C>::kEach; k += Lanes<C>::kRow) {
-    const auto row = *reinterpret_cast<const Row<C>*>(x + Lanes<C>::place(warp.lane(), k));
+  for (int k = 0; k < Lanes<C>::kEach; k += kSide) {
+    const auto side = *reinterpret_cast<const Side*>(x + Lanes<C>::place(warp.lane(), k));
     BAGUA_UNROLL
-    for (int j = 0; j < Lanes<C>::kRow; ++j) f(k + j, row.of[j]);
+    for (int j = 0; j < kSide; ++j) f(k + j, side.of[j]);
+  }
+}
+template <class C, class Warp, class F>
+BAGUA_BOTH void for_loaded(const Warp& warp, const float* x, int n, F&& f) {
+  if (in_rows<C>(x, n)) return for_rows<C>(warp, x, f);
+  BAGUA_UNROLL
+  for (int k = 0; k < Lanes<C>::kEach; ++k) {
+    float value = 0;
+    if (Lanes<C>::has(warp.lane(), k, n)) value = x[Lanes<C>::place(warp.lane(), k)];
+    f(k, value);
   }
 }
 
@@ -95,27 +91,27 @@ BAGUA_BOTH void load_on_top(const Warp& warp, const float* x, int n, Values<C>& 
   for_loaded<C>(warp, x, n, [&](int k, float value) { values.of[k] += value; });
 }
 
-// The row of this lane's k-th value, to its place in the n values at x.
+// The values of this lane from the k-th on that are side by side, to their place in the n at x.
 template <class C, bool kWhole, class Warp>
-BAGUA_BOTH void store_row(const Warp& warp, const Row<C>& row, int k, int n, float* x) {
+BAGUA_BOTH void store_side(const Warp& warp, const Side& side, int k, int n, float* x) {
   const int i = Lanes<C>::place(warp.lane(), k);
   if constexpr (kWhole) {
-    *reinterpret_cast<Row<C>*>(x + i) = row;
+    *reinterpret_cast<Side*>(x + i) = side;
   } else {
     BAGUA_UNROLL
-    for (int j = 0; j < Lanes<C>::kRow; ++j)
-      if (Lanes<C>::has(warp.lane(), k + j, n)) x[i + j] = row.of[j];
+    for (int j = 0; j < kSide; ++j)
+      if (Lanes<C>::has(warp.lane(), k + j, n)) x[i + j] = side.of[j];
   }
 }
 
 template <class C, bool kWhole, class Warp>
 BAGUA_BOTH void store_rows(const Warp& warp, const Values<C>& values, int n, float* x) {
   BAGUA_UNROLL
-  for (int k = 0; k < Lanes<C>::kEach; k += Lanes<C>::kRow) {
-    Row<C> row;
+  for (int k = 0; k < Lanes<C>::kEach; k += kSide) {
+    Side side;
     BAGUA_UNROLL
-    for (int j = 0; j < Lanes<C>::kRow; ++j) row.of[j] = values.of[k + j];
-    store_row<C, kWhole>(warp, row, k, n, x);
+    for (int j = 0; j < kSide; ++j) side.of[j] = values.of[k + j];
+    store_side<C, kWhole>(warp, side, k, n, x);
   }
 }
 template <class C, class Warp>
@@ -137,28 +133,39 @@ BAGUA_BOTH void fill_up(const Warp& warp, int n, Values<C>& values) {
 
 template <class C, class Warp>
 BAGUA_BOTH typename C::Head head_of(const Warp& warp, const Values<C>& values, int n) {
-  typename C::Gathered all;
+  constexpr int kSeparate = C::Gathered::kInAnyOrder ? 1 : kSide;
+  typename C::Gathered all[kSeparate];
   BAGUA_UNROLL
-  for (const float x : values.of) all.add(x);
+  for (int k = 0; k < Lanes<C>::kEach; ++k) all[k % kSeparate].add(values.of[k]);
   BAGUA_UNROLL
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    all.merge(moved(all, [&](uint32_t word) { return warp.down(word, half); }));
-  return moved(C::head_of(all, n), [&](uint32_t word) { return warp.first(word); });
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    BAGUA_UNROLL
+    for (auto& some : all)
+      some.merge(moved(some, [&](uint32_t word) { return warp.down(word, half); }));
+  }
+  BAGUA_UNROLL
+  for (int half = kSeparate / 2; half > 0; half /= 2) {
+    BAGUA_UNROLL
+    for (int j = 0; j < half; ++j) all[j].merge(all[j + half]);
+  }
+  return moved(C::head_of(all[0], n), [&](uint32_t word) { return warp.first(word); });
 }
 
-// Bit k of lane l becomes bit l of lane k.
+// Of eight lanes side by side, the i-th four bits of the j-th become the j-th of the i-th.
 template <class Warp>
 BAGUA_BOTH uint32_t transposed(const Warp& warp, uint32_t word) {
-  uint32_t low = 0xffffu;  // bits whose number does not have that of `half`
+  uint32_t low = 0xffffu;  // bits that stay in lanes whose number does not have the bit `half`
   BAGUA_UNROLL
-  for (int half = kLanes / 2; half > 0; half /= 2, low ^= low << half) {
+  for (int half = 4; half > 0; half /= 2, low ^= low << (4 * half)) {
     const bool upper = (warp.lane() & half) != 0;
     const uint32_t other = warp.across(word, half), stays = upper ? ~low : low;
-    const int by = upper ? 32 - half : half;
+    const int by = upper ? 32 - 4 * half : 4 * half;
     word = (word & stays) | ((other << by | other >> (32 - by)) & ~stays);
   }
   return word;
 }
+// Of the 32 times 32 bits in eight rows, the first of those that are a lane's after that.
+BAGUA_BOTH int first_bit(int lane) { return lane % 8 * kRow + lane / 8 * 32; }
 
 // Codes of a bit, of up to 32 values.
 BAGUA_BOTH void store_bits(uint32_t word, int n, uint8_t* to) {
@@ -218,7 +225,7 @@ BAGUA_BOTH void store_words(const Warp& warp, const Words<C>& words, int n, uint
   for (int k = 0; k < Lanes<C>::kEach; k += kCodes<C>) {
     const uint32_t word = words.of[k / kCodes<C>];
     if constexpr (C::kBits == 1) {
-      const int first = (k + warp.lane()) * 32;  // of those that this lane stores
+      const int first = k * kLanes + first_bit(warp.lane());
       store_bits(transposed(warp, word), n - first, to + first / 8);
     } else {
       using Word = typename Packed<C::kBits>::Word;
@@ -241,7 +248,7 @@ BAGUA_BOTH Words<C> load_words(const Warp& warp, const uint8_t* from, int n) {
   for (int k = 0; k < Lanes<C>::kEach; k += kCodes<C>) {
     uint32_t& word = words.of[k / kCodes<C>];
     if constexpr (C::kBits == 1) {
-      const int first = (k + warp.lane()) * 32;
+      const int first = k * kLanes + first_bit(warp.lane());
       word = transposed(warp, load_bits(from + first / 8, n - first));
     } else {
       const uint8_t* place = from + Lanes<C>::place(warp.lane(), k) * C::kBits / 8;
@@ -271,15 +278,15 @@ template <class C, bool kWhole, class Warp>
 BAGUA_BOTH void tell(const Warp& warp, const Values<C>& values, const Words<C>& words,
                      const typename C::Coder& coder, int n, float* said, float* rest) {
   BAGUA_UNROLL
-  for (int k = 0; k < Lanes<C>::kEach; k += Lanes<C>::kRow) {
-    Row<C> told, lost;
+  for (int k = 0; k < Lanes<C>::kEach; k += kSide) {
+    Side told, lost;
     BAGUA_UNROLL
-    for (int j = 0; j < Lanes<C>::kRow; ++j) {
+    for (int j = 0; j < kSide; ++j) {
       told.of[j] = value_in<C>(words, k + j, coder);
       lost.of[j] = finite_or_zero(values.of[k + j] - told.of[j]);
     }
-    if (said) store_row<C, kWhole>(warp, told, k, n, said);
-    if (rest) store_row<C, kWhole>(warp, lost, k, n, rest);
+    if (said) store_side<C, kWhole>(warp, told, k, n, said);
+    if (rest) store_side<C, kWhole>(warp, lost, k, n, rest);
   }
 }
 

@@ -20,15 +20,16 @@ Bytes = NDArray[np.uint8]
 F = np.float32
 NAN = np.array(0x7FC00000, np.uint32).view(F)[()]
 CHUNK = 4096  # of topk
+ROW = 128  # what is gathered side by side, of blocks
 
 
 def gathered(x: Floats, begin: Floats, merge: Callable[[Floats, Floats], Floats]) -> Any:
-    """Lane l takes in x[l], x[l + 32], ...; then lane l takes in lane l + 16, l + 8, ..., l + 1."""
-    lanes = functools.reduce(merge, x.reshape(-1, 32), begin)
-    while len(lanes) > 1:
-        half = len(lanes) // 2
-        lanes = merge(lanes[:half], lanes[half:])
-    return lanes[0]
+    """Place p takes in x[p], x[p + ROW], ...; then place p takes in place p + 64, p + 32, ..."""
+    places = functools.reduce(merge, x.reshape(-1, ROW), begin)
+    while len(places) > 1:
+        half = len(places) // 2
+        places = merge(places[:half], places[half:])
+    return places[0]
 
 
 def filled(x: Floats, size: int, value: float) -> Floats:
@@ -51,8 +52,8 @@ def minmax_codes(x: Floats, block: int, bits: int) -> tuple[list[Any], NDArray[A
     whole = filled(x, block, x[0])
     # Of equal values the older one stays: it matters for 0.0 and -0.0.
     # Adding 0 makes every zero a positive one.
-    lo = gathered(whole, whole[:32], lambda old, new: np.where(new < old, new, old)) + F(0)
-    hi = gathered(whole, whole[:32], lambda old, new: np.where(new > old, new, old)) + F(0)
+    lo = gathered(whole, whole[:ROW], lambda old, new: np.where(new < old, new, old)) + F(0)
+    hi = gathered(whole, whole[:ROW], lambda old, new: np.where(new > old, new, old)) + F(0)
     step = hi / top - lo / top
     place = (x - lo) * inverse(step)
     return [lo, step], np.rint(np.where(place < top, place, top))
@@ -90,7 +91,7 @@ def fp8_values(head: Floats, codes: NDArray[Any]) -> Floats:
 
 def sign1_codes(x: Floats, block: int) -> tuple[list[Any], NDArray[Any]]:
     parts = np.abs(filled(x, block, 0)) * F(1 / 2048)
-    mean = gathered(parts, np.zeros(32, F), np.add) * (F(2048) / F(len(x)))
+    mean = gathered(parts, np.zeros(ROW, F), np.add) * (F(2048) / F(len(x)))
     most = np.finfo(F).max  # a mean of numbers is one, rounded up or not
     return [min(mean, most) if np.isfinite(x).all() else NAN], x < 0
 

@@ -4,83 +4,24 @@
 
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <cmath>
-#include <functional>
 #include <random>
-#include <thread>
+#include <string>
 #include <vector>
 
 #include "codec/codec.h"
 #include "codec/fp8_e4m3.h"
 #include "codec/gpu_kernels.h"
 #include "codec/hard_values.h"
+#include "codec/host_warp.h"
 #include "codec/minmax_u4.h"
 #include "codec/minmax_u8.h"
 #include "codec/sign1.h"
 #include "codec/singles.h"
-#include "codec/warp_topk.h"
 #include "kernel/reduce.h"
 
 namespace bagua {
 namespace {
-
-// Lanes that go from word to word together.
-class Lockstep {
- public:
-  std::vector<uint32_t> exchange(int lane, uint32_t word) {
-    words_[round_ % 2][lane] = word;
-    return meet(lane);
-  }
-
- private:
-  std::vector<uint32_t> meet(int) {
-    const int round = round_;
-    if (++arrived_ == kLanes) {
-      arrived_ = 0;
-      ++round_;
-    } else {
-      while (round_ == round) std::this_thread::yield();
-    }
-    return {words_[round % 2], words_[round % 2] + kLanes};
-  }
-
-  uint32_t words_[2][kLanes] = {};
-  std::atomic<int> arrived_{0}, round_{0};
-};
-
-struct HostWarp {
-  int lane() const { return my_lane; }
-  uint32_t down(uint32_t x, int d) const {
-    const auto words = together.exchange(my_lane, x);
-    return words[static_cast<size_t>(my_lane + d < kLanes ? my_lane + d : my_lane)];
-  }
-  uint32_t across(uint32_t x, int d) const {
-    return together.exchange(my_lane, x)[static_cast<size_t>(my_lane ^ d)];
-  }
-  uint32_t first(uint32_t x) const { return together.exchange(my_lane, x)[0]; }
-  uint32_t vote(bool b) const {
-    const auto words = together.exchange(my_lane, b);
-    uint32_t bits = 0;
-    for (int i = 0; i < kLanes; ++i) bits |= words[static_cast<size_t>(i)] << i;
-    return bits;
-  }
-  void sync() const { together.exchange(my_lane, 0); }
-  int my_lane;
-  Lockstep& together;
-};
-
-void run_warp(const std::function<void(const HostWarp&)>& body) {
-  Lockstep together;
-  std::vector<std::thread> lanes;
-  for (int lane = 0; lane < kLanes; ++lane)
-    lanes.emplace_back([&, lane] { body(HostWarp{lane, together}); });
-  for (std::thread& lane : lanes) lane.join();
-}
-
-bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
-}
 
 template <class C>
 struct Format {
@@ -212,64 +153,6 @@ TEST(Warp, CodesBecomeTheSameFloats) {
       ASSERT_EQ(float_bits(Fp8E4M3::by_product(word, j)), float_bits(Fp8E4M3::by_choice(code)));
     }
   }
-}
-
-template <class V>
-void topk_like_a_cpu(const char* values_codec) {
-  // Thirty-two threads take turns: everything is tried with one codec, the hard things with all.
-  const bool all = std::string(values_codec) == "raw";
-  for (const int kept : all ? std::vector<int>{1, 41, 4096} : std::vector<int>{600})
-    for (int kind = 0; kind < (all ? kKinds : 4); ++kind)
-      for (const int n : {5, 777, 4096}) {
-        const Coding coding =
-            parse_coding("topk:" + std::to_string(kept) + ":" + std::string(values_codec));
-        const int here = static_cast<int>(TopK::kept_of(coding, n));
-        const auto coded = static_cast<int>(coding.values->wire_nbytes(coding, here));
-        const std::vector<float> in = hard_values(kind, n);
-        std::vector<float> rest(in.size(), 0.0625f), warp_rest = rest;
-        std::vector<float> said(in.size()), warp_said = said, sum(in.size(), 3), warp_sum = sum;
-        std::vector<char> wire(static_cast<size_t>(coding.wire_nbytes(n)) + 8, 'x');  // from 1 on
-        std::vector<char> warp_wire = wire;
-        std::vector<char> memory(static_cast<size_t>(Desk::nbytes(here, coded)) + 16);
-        coding.encode_rest(in.data(), rest.data(), n, wire.data() + 1);
-        coding.decode(wire.data() + 1, n, said.data());
-        coding.decode_add(wire.data() + 1, n, sum.data());
-        std::vector<float> warp_out(in.size(), 7);
-        char* aligned = memory.data() + (16 - reinterpret_cast<uintptr_t>(memory.data()) % 16) % 16;
-        const Desk desk(aligned, here, coded);
-        run_warp([&](const HostWarp& warp) {
-          for (int i = warp.lane(); i < n; i += kLanes) desk.chunk[i] = warp_rest[i] + in[i];
-          warp.sync();
-          auto* to = reinterpret_cast<uint8_t*>(warp_wire.data() + 1);
-          encode_chunk<V>(warp, desk, n, here, coded, to, warp_said.data(), warp_rest.data());
-          for (int i = warp.lane(); i < n; i += kLanes) desk.chunk[i] = warp_sum[i];
-          warp.sync();
-          add_chunk<V, true>(warp, desk, n, here, coded, to);
-          for (int i = warp.lane(); i < n; i += kLanes) warp_sum[i] = desk.chunk[i];
-          for (int i = warp.lane(); i < n; i += kLanes) desk.chunk[i] = 0;
-          warp.sync();
-          add_chunk<V, false>(warp, desk, n, here, coded, to);
-          for (int i = warp.lane(); i < n; i += kLanes) warp_out[i] = desk.chunk[i];
-        });
-        const std::string what = std::to_string(kept) + " of " + std::to_string(n) + ", kind " +
-                                 std::to_string(kind) + ", " + values_codec;
-        ASSERT_EQ(wire, warp_wire) << what;
-        ASSERT_TRUE(same_bits(rest, warp_rest)) << what;
-        ASSERT_TRUE(same_bits(said, warp_said)) << what;
-        ASSERT_TRUE(same_bits(said, warp_out)) << what;
-        ASSERT_TRUE(same_bits(sum, warp_sum)) << what;
-      }
-}
-
-TEST(WarpTopK, KeepsTheSameValues) { topk_like_a_cpu<KeptSingles<Float>>("raw"); }
-TEST(WarpTopK, KeepsTheSameHalves) {
-  topk_like_a_cpu<KeptSingles<Half>>("fp16");
-  topk_like_a_cpu<KeptSingles<BrainHalf>>("bf16");
-}
-TEST(WarpTopK, KeepsTheSameBlocks) {
-  topk_like_a_cpu<KeptBlocks<MinMaxU8>>("minmax_u8");
-  topk_like_a_cpu<KeptBlocks<MinMaxU4>>("minmax_u4");
-  topk_like_a_cpu<KeptBlocks<Fp8E4M3>>("fp8_e4m3");
 }
 
 // A thread's part of gpu_scale, and what the host does.
