@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.metadata
 import platform
@@ -42,7 +41,7 @@ def report(mpirun: str = "") -> tuple[str, bool]:
     if build is not None and build.get("cuda", "") != "not built":
         core = importlib.import_module("bagua._core")
         nccl = core.nccl_found(library_path())
-        lines += _gpu_items(build["cuda"], core.cuda_devices(), nccl, _has_driver())
+        lines += _gpu_items(build["cuda"], core.cuda_devices(), nccl, core.has_cuda_driver())
     for package in ("numpy", "torch"):
         version = installed(package)
         lines.append(_item(package, bool(version), version or "not installed"))
@@ -86,17 +85,11 @@ def _mpi4py_item() -> str:
     return _item("mpi4py", True, f"{installed('mpi4py')} on {first}")
 
 
-def _has_driver() -> bool:
-    """NVIDIA's; of a machine without one CUDA says that it is too old."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
-
-
 def _gpu_items(cuda: str, devices: str, nccl: str, has_driver: bool) -> list[str]:
-    """What a build for this CUDA has found; without a GPU nothing is missing."""
+    """What a build for this CUDA has found; without a GPU nothing is missing.
+
+    Of a machine without a driver CUDA says that it is too old.
+    """
     has_gpu, has_nccl = not devices.startswith("no "), not nccl.startswith("no ")
     if not has_gpu and not has_driver:
         devices = "no cuda device, and no driver of NVIDIA's"

@@ -1,5 +1,6 @@
 // NVIDIA's GPUs, by the CUDA runtime, which is linked statically and finds the driver by itself.
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 
 #include <map>
 #include <mutex>
@@ -250,6 +251,12 @@ std::string cuda_devices() {
            (status == cudaSuccess ? "" : std::string(": ") + cudaGetErrorString(status));
   }
   return std::to_string(count) + " x " + find_device(0).name();
+}
+
+bool has_cuda_driver() {
+  void* driver = ::dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
+  if (driver) ::dlclose(driver);
+  return driver != nullptr;
 }
 
 }  // namespace bagua

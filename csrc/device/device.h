@@ -110,5 +110,7 @@ Device& find_device(int number);
 std::string cuda_compiled();
 // What there is here: GPUs, or "no cuda device: <why>". It wakes up the driver.
 std::string cuda_devices();
+// Whether a driver is installed, which this does not wake up.
+bool has_cuda_driver();
 
 }  // namespace bagua

@@ -12,5 +12,6 @@ Device& find_device(int number) {
 
 std::string cuda_compiled() { return "not built"; }
 std::string cuda_devices() { return "not built"; }
+bool has_cuda_driver() { return false; }
 
 }  // namespace bagua

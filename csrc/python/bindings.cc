@@ -60,6 +60,18 @@ Config config_from(const py::dict& d) {
   return c;
 }
 
+// How tensors on GPUs will go, as far as that can be told before one came: a script chooses its GPU
+// after the start.
+std::string way_of_gpus(const Config& config) {
+  if (cuda_compiled() == "not built") return "built without CUDA";
+  if (!has_cuda_driver()) return "no cuda device";
+  std::string why_not = "nccl=False";
+  const NcclLibrary* nccl = config.nccl ? find_nccl(config.nccl_path, why_not) : nullptr;
+  if (!nccl) return "tensors on GPUs go by the host's memory: " + why_not;
+  return "tensors on GPUs go by NCCL " + version_text(*nccl) +
+         ", or where ranks cannot use it by the host's memory";
+}
+
 std::shared_ptr<Engine> start_engine(uintptr_t communicator, SocketListener* listener,
                                      const std::string& address, int rank, const py::dict& settings,
                                      const std::vector<std::string>& names) {
@@ -81,6 +93,7 @@ std::shared_ptr<Engine> start_engine(uintptr_t communicator, SocketListener* lis
   log.write(LogLevel::kInfo, "rank " + std::to_string(rank) + " of " +
                                  std::to_string(transport->size()) + ", " + std::to_string(near) +
                                  " of them share memory here, messages by " + mpi_compiled());
+  if (log.enabled(LogLevel::kInfo)) log.write(LogLevel::kInfo, way_of_gpus(config));
   // A child of fork() has none of its threads, for which its end would wait: there it stays.
   const auto end = [maker = ::getpid()](Engine* engine) {
     if (::getpid() == maker) delete engine;
@@ -178,6 +191,7 @@ PYBIND11_MODULE(_core, m) {
     return rows;
   });
   m.def("cuda_devices", cuda_devices);
+  m.def("has_cuda_driver", has_cuda_driver);
   m.def("device_identity", device_identity);
   m.def("nccl_found", nccl_found);
   m.def("nccl_memory", memory_of_nccl);

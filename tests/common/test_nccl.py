@@ -4,12 +4,15 @@ import os
 import subprocess
 import sys
 from ctypes.util import find_library
+from pathlib import Path
 
 import pytest
 
 from bagua.common.config import nccl_shares_gpu
+from bagua.common.core import core
 from bagua.common.nccl import library_path
 
+HAS_CUDA = core.build_info()["cuda"] != "not built"
 FUNCTIONS = [
     "GetErrorString",
     "GetUniqueId",
@@ -122,6 +125,51 @@ def test_nccl_s_own_variable(monkeypatch, text, shares):
     assert nccl_shares_gpu() == shares
 
 
+@pytest.mark.parametrize("nccl", [True, False])
+@pytest.mark.parametrize("version", [22304, 21705])
+def test_which_way_gpus_go_is_logged_when_it_starts(tmp_path, wheel, version, nccl):
+    """With no more of a driver than that it is there: it is not woken up."""
+    built(wheel, version)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", "-x", "c", "/dev/null"],
+        check=True,
+    )
+    told = start_alone(nccl, PYTHONPATH=tmp_path, LD_LIBRARY_PATH=tmp_path)
+    if not HAS_CUDA:
+        assert "info: built without CUDA\n" in told
+    elif version < 21800 or not nccl:
+        why_not = "NCCL 2.18 or newer is needed, not 2.17.5" if nccl else "nccl=False"
+        assert f"info: tensors on GPUs go by the host's memory: {why_not}\n" in told
+    else:
+        assert "info: tensors on GPUs go by NCCL 2.23.4, or where ranks cannot" in told
+
+
+def outside_a_job() -> dict[str, str]:
+    job = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "BAGUA_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(job)}
+
+
+def start_alone(nccl: bool, **first: Path) -> str:
+    """What a rank logs that starts by itself, where some paths come before others."""
+    environment = outside_a_job()
+    for name, path in first.items():
+        environment[name] = f"{path}:{environment.get(name, '')}"
+    program = f"import bagua; bagua.init(log_level='info', nccl={nccl})"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stderr
+
+
+def test_that_there_is_no_gpu_is_logged_when_it_starts():
+    expected = "no cuda device" if HAS_CUDA else "built without CUDA"
+    assert find_library("cuda") or f"info: {expected}\n" in start_alone(True)
+
+
 TWO_DEVICES = """
 from bagua.common.core import core
 import bagua
@@ -144,6 +192,4 @@ assert "began with" not in str(refusal(1))
 
 
 def test_a_process_may_have_another_gpu_after_another_init():
-    job = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "BAGUA_")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(job)}
-    subprocess.run([sys.executable, "-c", TWO_DEVICES], env=clean, check=True)
+    subprocess.run([sys.executable, "-c", TWO_DEVICES], env=outside_a_job(), check=True)
