@@ -61,6 +61,24 @@ def check_algorithm(
     return max(their_steps for _, their_steps, *_ in everyone)
 
 
+def check_change(
+    algorithm: Algorithm, steps: int | None, name: str, process_set: ProcessSet
+) -> None:
+    """Ranks that go on with it must hear of others that do not, or not after so many steps."""
+    try:
+        everyone = allgather_object((repr(algorithm), steps), name, process_set)
+    except JoinedError:
+        return  # a rank has joined, and changes no more
+    said = ["" if after is None else f" after {after} steps" for _, after in everyone]
+    said = [one + after for (one, _), after in zip(everyone, said)]
+    for rank, other in zip(process_set.ranks, said):
+        if other != said[0]:
+            raise UsageError(
+                f"algorithms differ between ranks: at() goes on with {said[0]} on rank "
+                f"{process_set.ranks[0]}, with {other} on rank {rank}; it must say the same on all"
+            )
+
+
 def _check_combination(algorithm: Algorithm, compression: Any, op: ReduceOp | None) -> None:
     compresses = compression.custom or compression.wire_dtype is not None
     plain = algorithm.codec == "raw" and not algorithm.low_rank

@@ -16,7 +16,7 @@ from bagua.common.process_set import ProcessSet, checked
 from bagua.common.together import together
 from bagua.common.world import world
 from bagua.torch import capture, choice, kept, safety
-from bagua.torch.agreement import check_algorithm
+from bagua.torch.agreement import check_algorithm, check_change
 from bagua.torch.background import Background
 from bagua.torch.between_steps import BetweenSteps
 from bagua.torch.checks import check_own
@@ -183,6 +183,8 @@ class Replicated(Wrapped):
         if wanted == now.algorithm or self._standing.withdrawn:
             return
         capture.refuse("from here on it is %r; take some steps before", wanted)
+        name, steps = self._standing.name("change_by_at"), self._step - self._since
+        check_change(wanted, None if now.alone else steps, name, self._process_set)
         self._compare_scalers(wanted)
         shares_steps = wanted.what in ("grad", "momentum")
         if isinstance(now, Gradients) and shares_steps:

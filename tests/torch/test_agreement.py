@@ -13,6 +13,7 @@ from torch import nn
 
 from bagua.algorithms import Algorithm, TopK
 from bagua.common.errors import UsageError
+from bagua.common.world import world
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
@@ -230,6 +231,31 @@ def test_a_plan_that_is_wrong_on_all_ranks(everyone, hvd):
         with pytest.raises(hvd.UsageError, match=r"Later.plan returned 'raw'; it must return"):
             backward(optimizer)
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == everyone.size
+
+
+@dataclass(frozen=True)
+class ThenByRank(Algorithm):
+    """From the third step on the last rank sends bytes, and others halves."""
+
+    def at(self, step):
+        is_last = world().rank == world().size - 1
+        return self if step < 2 else Algorithm(codec="minmax_u8" if is_last else "fp16")
+
+
+def test_ranks_that_change_to_different_algorithms(everyone, hvd):
+    """Each step says so, on all ranks."""
+    last = everyone.size - 1
+    optimizer = wrap(hvd, partial(torch.optim.SGD, lr=0.1), algorithm=ThenByRank())
+    backward(optimizer)
+    if last == 0:
+        return backward(optimizer)
+    words = (
+        r"at\(\) goes on with Algorithm\(codec='fp16'\) after 2 steps on rank 0, "
+        rf"with Algorithm\(codec='minmax_u8'\) after 2 steps on rank {last}; it must say the same"
+    )
+    for _ in range(2):
+        with pytest.raises(hvd.UsageError, match=words):
+            backward(optimizer)
 
 
 def test_parameters_that_come_where_no_plan_is_right(everyone, hvd):

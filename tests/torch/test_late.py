@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 PROGRAM = """
@@ -80,3 +82,35 @@ def test_who_comes_too_late_hears_so(run_ranks, overlap, what):
         first, second = output.splitlines()
         assert ("rank 1 not ready after 3 s", "gave up waiting for this rank")[rank] in first
         assert "this rank gave up in the middle of a step" in second
+
+
+APART = """
+from dataclasses import dataclass
+import torch
+import bagua.torch as hvd
+from bagua.algorithms import Algorithm
+
+@dataclass(frozen=True)
+class ThereAndBack(Algorithm):
+    def at(self, step):
+        away = 2 <= step < 4 + hvd.rank()
+        return Algorithm(what="weight", every=50) if away else self
+
+hvd.init(stall_fail_s=5)
+model = torch.nn.Linear(3, 1)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(sgd, algorithm=ThereAndBack())
+for step in range(8):
+    optimizer.zero_grad()
+    model(torch.ones(1, 3) * step).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_ranks_that_change_in_different_steps(run_ranks):
+    """They must not average gradients of one step with those of another."""
+    result = run_ranks(2, APART)
+    words = (
+        r"on with ThereAndBack\(\) after 4 steps on rank 0, with ThereAndBack\(\) after 5 steps on"
+    )
+    assert all(re.search(words, text) for text in result.stderr), str(result)
