@@ -79,6 +79,7 @@ BAGUA_BOTH float inverse_or_zero(float x) {
 }
 
 BAGUA_BOTH float lesser(float a, float b) { return a < b ? a : b; }
+BAGUA_BOTH uint32_t lesser(uint32_t a, uint32_t b) { return a < b ? a : b; }
 BAGUA_BOTH uint32_t greater(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 // A float's bits without the sign, which compare as integers do; those of NaNs are above all

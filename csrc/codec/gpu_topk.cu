@@ -16,7 +16,7 @@ struct Chunks {
     int64_t count;
     KeptPart whole, last;
   };
-  static constexpr int kThreads = kLanes, kAtOnce = 9;
+  static constexpr int kThreads = kLanes, kAtOnce = 9;  // an H100's memory is for 9
   static Shape shape(const Coding& coding, int64_t count) {
     const auto kept = [&](int64_t n) {
       const int64_t some = TopK::kept_of(coding, n);

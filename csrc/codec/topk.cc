@@ -30,7 +30,7 @@ constexpr int kFewestGroups = 64, kMostGroups = 1024;
 constexpr int kAtOnce = 4;
 
 [[gnu::always_inline]] inline int32_t magnitude(float x) {
-  return static_cast<int32_t>(magnitude_of(x));
+  return static_cast<int32_t>(TopK::magnitude(x));
 }
 
 [[gnu::always_inline]] inline int count_from(const int32_t* magnitudes, int n, int32_t least) {

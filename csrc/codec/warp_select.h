@@ -25,28 +25,34 @@ struct KeptPart {
 // Where a warp works, in memory that its lanes share.
 struct Desk {
   static constexpr int kWords = kChunk / 32;
-  // So many wires lie there at once, if they are short, all read before one is waited for.
+  // So many wires lie there at once, if they are short, all read before one is waited for. A chunk
+  // that is cut needs no more memory than a whole one.
   static constexpr int kMostWires = 4, kForWires = 2048;
   BAGUA_BOTH static constexpr int aligned(int nbytes) { return (nbytes + 15) / 16 * 16; }
   BAGUA_BOTH static int wire_nbytes(const KeptPart& kept) {
     return aligned(2 * kept.count) + aligned(kept.coded_nbytes);
   }
   BAGUA_BOTH static int wires(const KeptPart& kept) {
-    return kMostWires * wire_nbytes(kept) <= kForWires ? kMostWires : 1;
+    const int fit = kForWires / wire_nbytes(kept);
+    return fit < 1 ? 1 : fit < kMostWires ? fit : kMostWires;
+  }
+  BAGUA_BOTH static int wires_nbytes(const KeptPart& kept) {
+    const int one = wire_nbytes(kept);
+    return one < kForWires ? kForWires : one;
   }
   BAGUA_BOTH static int nbytes(const KeptPart& kept) {
-    return (4 + 1) * kChunk + 8 * kWords + aligned(4 * kept.count) +
-           wires(kept) * wire_nbytes(kept);
+    return (4 + 1) * kChunk + 3 * 4 * kWords + aligned(4 * kept.count) + wires_nbytes(kept);
   }
 
   BAGUA_BOTH Desk(char* memory, const KeptPart& kept)
       : kept(kept),
         chunk(reinterpret_cast<float*>(memory)),
         values(chunk + kChunk),
-        taken(reinterpret_cast<uint32_t*>(values) + aligned(4 * kept.count) / 4),
-        before(taken + kWords),
+        above(reinterpret_cast<uint32_t*>(values) + aligned(4 * kept.count) / 4),
+        equal(above + kWords),
+        before(equal + kWords),
         wire(reinterpret_cast<uint8_t*>(before + kWords)),
-        which(wire + wires(kept) * wire_nbytes(kept)) {}
+        which(wire + wires_nbytes(kept)) {}
   BAGUA_BOTH uint8_t* place_bytes(int i) const { return wire + i * wire_nbytes(kept); }
   BAGUA_BOTH uint16_t* places(int i) const { return reinterpret_cast<uint16_t*>(place_bytes(i)); }
   BAGUA_BOTH uint8_t* codes(int i) const { return place_bytes(i) + aligned(2 * kept.count); }
@@ -56,10 +62,11 @@ struct Desk {
   }
 
   const KeptPart kept;
-  float* chunk;     // of a chunk all values, or those that may be kept, or what is said of the kept
-  float* values;    // those that are kept
-  uint32_t* taken;  // a bit for each value of the chunk: whether it is kept
-  uint32_t* before;  // how many are in words before
+  float* chunk;   // of a chunk all values, or those that may be kept, or what is said of the kept
+  float* values;  // those that are kept, or what a wire says of them
+  // A bit for each value of the chunk, whether it is larger than the least that is kept, or as
+  // large; and how many of both there are in words before.
+  uint32_t *above, *equal, *before;
   uint8_t* wire;
   uint8_t* which;  // beside `chunk`: which of its lane's values each is that may be kept
 };
@@ -108,8 +115,8 @@ BAGUA_BOTH void set_bits(uint32_t& word, uint32_t bits) {
 #endif
 }
 
-// What a chunk's greatest magnitude is, and what at least `kept` reach, and seldom many more: so
-// many do of the greatest of those that lanes have side by side.
+// The greatest magnitude of a chunk, and one that at least `kept` values reach, and seldom many
+// more: so many do of the greatest of each four side by side.
 struct Bounds {
   uint32_t top, likely;
 };
@@ -122,7 +129,7 @@ BAGUA_BOTH Bounds bounds_of(const Warp& warp, const ChunkValues& values, int kep
     maxima[i] = 0;
     BAGUA_UNROLL
     for (int k = i * kSide; k < (i + 1) * kSide; ++k)
-      maxima[i] = greater(maxima[i], magnitude_of(values.of[k]));
+      maxima[i] = greater(maxima[i], TopK::magnitude(values.of[k]));
     top = greater(top, maxima[i]);
     least = least < maxima[i] ? least : maxima[i];
   }
@@ -142,6 +149,7 @@ struct Candidates {
   const Desk& desk;
   int lane, count;
   BAGUA_BOTH float value(int i) const { return desk.chunk[i * kLanes + lane]; }
+  BAGUA_BOTH uint32_t magnitude(int i) const { return TopK::magnitude(value(i)); }
   BAGUA_BOTH int place(int i) const {
     return ChunkLanes::place(lane, desk.which[i * kLanes + lane]);
   }
@@ -152,7 +160,7 @@ BAGUA_BOTH Candidates candidates_of(const Warp& warp, const Desk& desk, const Ch
   int count = 0;
   BAGUA_UNROLL
   for (int k = 0; k < ChunkLanes::kEach; ++k) {
-    if (magnitude_of(values.of[k]) < bound) continue;
+    if (TopK::magnitude(values.of[k]) < bound) continue;
     desk.chunk[count * kLanes + warp.lane()] = values.of[k];
     desk.which[count * kLanes + warp.lane()] = static_cast<uint8_t>(k);
     ++count;
@@ -160,70 +168,78 @@ BAGUA_BOTH Candidates candidates_of(const Warp& warp, const Desk& desk, const Ch
   return {desk, warp.lane(), count};
 }
 
-// What is kept: magnitudes above the least, and those that are just that up to a place.
-struct Cut {
-  uint32_t least;
-  int last;
-  BAGUA_BOTH bool takes(const Candidates& candidates, int i) const {
-    const uint32_t magnitude = magnitude_of(candidates.value(i));
-    return magnitude > least || (magnitude == least && candidates.place(i) <= last);
-  }
-};
-// That of `kept` of the candidates.
+// The least of what is kept of them.
 template <class Warp>
-BAGUA_BOTH Cut cut_of(const Warp& warp, const Candidates& candidates, int kept,
-                      const Bounds& bounds) {
-  const auto count = [&](auto&& counts) {
-    uint32_t mine = 0;
-    for (int i = 0; i < candidates.count; ++i) mine += counts(i) ? 1 : 0;
-    return static_cast<int>(warp.sum(mine));
-  };
-  const auto reach = [&](uint32_t x) {
-    return count([&](int i) { return magnitude_of(candidates.value(i)) >= x; });
-  };
-  const uint32_t least = reached(bounds.likely, bounds.top + 1, kept, kept, reach);
-  int few = -1, enough = kChunk - 1;  // places up to which less than `kept` are taken, and `kept`
-  if (reach(least) == kept) return {least, enough};
-  while (few + 1 < enough) {
-    const int middle = few + (enough - few) / 2;
-    const Cut cut{least, middle};
-    (count([&](int i) { return cut.takes(candidates, i); }) < kept ? few : enough) = middle;
-  }
-  return {least, enough};
+BAGUA_BOTH uint32_t least_kept(const Warp& warp, const Candidates& candidates, int kept,
+                               const Bounds& bounds) {
+  return reached(bounds.likely, bounds.top + 1, kept, kept, [&](uint32_t x) {
+    uint32_t count = 0;
+    for (int i = 0; i < candidates.count; ++i) count += candidates.magnitude(i) >= x ? 1 : 0;
+    return static_cast<int>(warp.sum(count));
+  });
 }
 
-// Puts what the cut takes on the desk, in the order of places.
+// Two numbers of values, in one word.
+struct Both {
+  uint32_t above, equal;
+  BAGUA_BOTH explicit Both(uint32_t word) : above(word & 0xffffu), equal(word >> 16) {}
+  BAGUA_BOTH static uint32_t word(uint32_t above, uint32_t equal) {
+    return static_cast<uint32_t>(bits_in(above) | bits_in(equal) << 16);
+  }
+};
+
+// Tells on the desk which candidates are above the least and which are equal to it, and how many of
+// both come before those of each word. Returns how many there are.
 template <class Warp>
-BAGUA_BOTH void take(const Warp& warp, const Desk& desk, const Candidates& candidates,
-                     const Cut& cut) {
+BAGUA_BOTH Both mark(const Warp& warp, const Candidates& candidates, uint32_t least) {
   constexpr int kOwn = Desk::kWords / kLanes;
-  uint32_t* const own = desk.taken + warp.lane() * kOwn;
-  for (int i = 0; i < kOwn; ++i) own[i] = 0;
+  const Desk& desk = candidates.desk;
+  const int own = warp.lane() * kOwn;
+  for (int i = own; i < own + kOwn; ++i) desk.above[i] = desk.equal[i] = 0;
   warp.sync();
-  const auto for_taken = [&](auto&& f) {
-    for (int i = 0; i < candidates.count; ++i)
-      if (cut.takes(candidates, i)) f(i, candidates.place(i) / 32, candidates.place(i) % 32);
-    warp.sync();
-  };
-  for_taken([&](int, int word, int bit) { set_bits(desk.taken[word], 1u << bit); });
+  for (int i = 0; i < candidates.count; ++i) {
+    const uint32_t magnitude = candidates.magnitude(i);
+    const int place = candidates.place(i);
+    if (magnitude >= least)
+      set_bits((magnitude > least ? desk.above : desk.equal)[place / 32], 1u << place % 32);
+  }
+  warp.sync();
   uint32_t from_here = 0;  // in this lane's words and those of lanes further on
-  for (int i = 0; i < kOwn; ++i) from_here += static_cast<uint32_t>(bits_in(own[i]));
+  for (int i = own; i < own + kOwn; ++i) from_here += Both::word(desk.above[i], desk.equal[i]);
   for (int by = 1; by < kLanes; by *= 2) {
     const uint32_t further = warp.down(from_here, by);
     if (warp.lane() + by < kLanes) from_here += further;
   }
-  uint32_t before = static_cast<uint32_t>(desk.kept.count) - from_here;
-  for (int i = 0; i < kOwn; ++i) {
-    desk.before[warp.lane() * kOwn + i] = before;
-    before += static_cast<uint32_t>(bits_in(own[i]));
+  const uint32_t all = warp.first(from_here);
+  uint32_t before = all - from_here;
+  for (int i = own; i < own + kOwn; ++i) {
+    desk.before[i] = before;
+    before += Both::word(desk.above[i], desk.equal[i]);
   }
   warp.sync();
-  for_taken([&](int i, int word, int bit) {
-    const int in_word = bits_in(desk.taken[word] & ((1u << bit) - 1));
-    const uint32_t at = desk.before[word] + static_cast<uint32_t>(in_word);
-    desk.places(0)[at] = static_cast<uint16_t>(word * 32 + bit);
+  return Both(all);
+}
+
+// Puts on the desk what is kept, in the order of places: of equal ones the first.
+template <class Warp>
+BAGUA_BOTH void take(const Warp& warp, const Candidates& candidates, uint32_t least) {
+  const Desk& desk = candidates.desk;
+  const Both all = mark(warp, candidates, least);
+  const uint32_t equals = static_cast<uint32_t>(desk.kept.count) - all.above;
+  for (int i = 0; i < candidates.count; ++i) {
+    const uint32_t magnitude = candidates.magnitude(i);
+    if (magnitude < least) continue;
+    const int place = candidates.place(i), word = place / 32;
+    const uint32_t earlier = (1u << place % 32) - 1;
+    const Both in_word(Both::word(desk.above[word] & earlier, desk.equal[word] & earlier));
+    const Both before(desk.before[word]);
+    const uint32_t equal = before.equal + in_word.equal;
+    if (magnitude == least && equal >= equals) continue;
+    const uint32_t at = before.above + in_word.above + lesser(equal, equals);
+    desk.places(0)[at] = static_cast<uint16_t>(place);
     desk.values[at] = candidates.value(i);
-  });
+  }
+  warp.sync();
 }
 
 }  // namespace bagua

@@ -52,7 +52,7 @@ BAGUA_BOTH void encode_chunk(const Warp& warp, const Desk& desk, ChunkValues& va
   const KeptPart kept = desk.kept;
   const Bounds bounds = bounds_of(warp, values, kept.count);
   const Candidates candidates = candidates_of(warp, desk, values, bounds.likely);
-  take(warp, desk, candidates, cut_of(warp, candidates, kept.count, bounds));
+  take(warp, candidates, least_kept(warp, candidates, kept.count, bounds));
   V::encode(warp, desk.values, kept.count, desk.codes(0));
   if (rest) {
     if (!is_finite(bits_float(bounds.top))) {
@@ -79,7 +79,13 @@ BAGUA_BOTH void encode_chunk(const Warp& warp, const Desk& desk, ChunkValues& va
 // Reads some wires of a chunk, as many as the desk has room for, where from(i) is one of them.
 template <class Warp, class From>
 BAGUA_BOTH void read_wires(const Warp& warp, const Desk& desk, int count, From&& from) {
-  for (int at = warp.lane(); at < desk.kept.nbytes(); at += kLanes) {
+  const int nbytes = desk.kept.nbytes();
+  if (count == 1) {  // the compiler loads several of its bytes at once
+    const uint8_t* wire = from(0);
+    for (int at = warp.lane(); at < nbytes; at += kLanes) desk.byte(0, at) = wire[at];
+    return warp.sync();
+  }
+  for (int at = warp.lane(); at < nbytes; at += kLanes) {
     uint8_t bytes[Desk::kMostWires] = {};
     BAGUA_UNROLL
     for (int i = 0; i < Desk::kMostWires; ++i)

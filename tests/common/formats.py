@@ -158,7 +158,8 @@ def encode_topk(x: Floats, kept: int, values: str) -> bytes:
     wire = b""
     for begin in range(0, len(x), CHUNK):
         chunk = x[begin : begin + CHUNK]
-        magnitudes = (chunk.view(np.uint32) & 0x7FFFFFFF).astype(np.int64)  # NaNs on top
+        magnitudes = (chunk.view(np.uint32) & 0x7FFFFFFF).astype(np.int64)
+        magnitudes[np.isnan(chunk)] = 0x7F800001  # on top, and all equal
         order = np.argsort(-magnitudes, kind="stable")
         places = np.sort(order[: -(-len(chunk) * kept // CHUNK)])
         wire += places.astype(np.uint16).tobytes() + encode(values, chunk[places]).tobytes()

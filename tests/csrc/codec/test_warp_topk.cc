@@ -29,15 +29,22 @@ struct TopKLikeACpu {
         n(n),
         shift(shift),
         part(part_of(coding, n)),
-        memory(static_cast<size_t>(Desk::nbytes(part)) + 32, 'x') {}
+        room_nbytes(static_cast<size_t>(Desk::nbytes(part_of(coding, kChunk)))),
+        memory(room_nbytes + 32, 'x') {}
   static KeptPart part_of(const Coding& coding, int n) {
     const int64_t kept = TopK::kept_of(coding, n);
     return {static_cast<int>(kept), static_cast<int>(coding.values->wire_nbytes(coding, kept))};
   }
-  Desk desk() {
+  // In the memory of a whole chunk, which a kernel has, whatever the length of the last one.
+  char* desk_memory() {
     void* begin = memory.data();
     size_t room = memory.size();
-    return Desk(static_cast<char*>(std::align(16, memory.size() - 16, begin, room)), part);
+    return static_cast<char*>(std::align(16, room_nbytes, begin, room));
+  }
+  Desk desk() { return Desk(desk_memory(), part); }
+  void expect_nothing_behind_the_desk() {
+    for (char* at = desk_memory() + room_nbytes; at < memory.data() + memory.size(); ++at)
+      ASSERT_EQ(*at, 'x');
   }
   // A wire that begins anywhere.
   std::vector<char> room() const {
@@ -70,9 +77,10 @@ struct TopKLikeACpu {
         float* lost = keeps ? at(warp_rest) : nullptr;
         load_chunk(warp, mine, at(x), lost, n, all);
         auto* to = reinterpret_cast<uint8_t*>(warp_wire.data() + 1);
-        encode_chunk<V>(warp, mine, all, n, to, keeps ? nullptr : at(warp_out), lost);
-        if (keeps) decode_chunk<V>(warp, mine, to, n, at(warp_out));
+        encode_chunk<V>(warp, mine, all, n, to, nullptr, lost);
+        decode_chunk<V>(warp, mine, to, n, at(warp_out));
       });
+      expect_nothing_behind_the_desk();
       ASSERT_EQ(wire, warp_wire);
       ASSERT_TRUE(same_bits(rest, warp_rest));
       ASSERT_TRUE(same_bits(out, warp_out));
@@ -90,6 +98,8 @@ struct TopKLikeACpu {
     std::vector<char> wire = room(), warp_wire = wire;
     coding.add_up(from, {1, 1}, n, at(sum));
     coding.encode_rest(at(sum), at(rest), n, wire.data() + 1);
+    std::vector<float> out = values(8), warp_out = out;
+    coding.decode(wire.data() + 1, n, at(out));
     const Desk mine = desk();
     run_warp([&](const HostWarp& warp) {
       ChunkValues all;
@@ -98,8 +108,10 @@ struct TopKLikeACpu {
       store_chunk(warp, mine, all, n, at(warp_sum));
       load_on_top<TopKChunk>(warp, at(warp_rest), n, all);
       auto* to = reinterpret_cast<uint8_t*>(warp_wire.data() + 1);
-      encode_chunk<V>(warp, mine, all, n, to, nullptr, at(warp_rest));
+      encode_chunk<V>(warp, mine, all, n, to, at(warp_out), at(warp_rest));
     });
+    expect_nothing_behind_the_desk();
+    ASSERT_TRUE(same_bits(out, warp_out));
     ASSERT_TRUE(same_bits(sum, warp_sum));
     ASSERT_TRUE(same_bits(rest, warp_rest));
     ASSERT_EQ(wire, warp_wire);
@@ -109,6 +121,7 @@ struct TopKLikeACpu {
   const int n;
   const size_t shift;
   const KeptPart part;
+  const size_t room_nbytes;
   std::vector<char> memory;
 };
 
@@ -152,6 +165,38 @@ TEST(WarpTopK, OfEqualValuesTheFirstAreKept) {
       ASSERT_FALSE(::testing::Test::HasFatalFailure()) << kept << ", " << distinct;
     }
   }
+}
+
+// A short chunk, of which all values may be kept, in the memory that a whole one has.
+TEST(WarpTopK, TheLastChunkHasRoom) {
+  for (const char* values : {"raw", "fp16", "minmax_u8", "minmax_u4"})
+    for (int kept = 1; kept <= kChunk; kept += kept < 512 ? 1 : 97) {
+      const Coding coding = parse_coding("topk:" + std::to_string(kept) + ":" + values);
+      const auto part = [&](int n) { return TopKLikeACpu<KeptSingles<Float>>::part_of(coding, n); };
+      const int whole = Desk::nbytes(part(kChunk));
+      for (int n = 1; n < kChunk; n += 61)
+        ASSERT_LE(Desk::nbytes(part(n)), whole) << kept << " of " << n << ", " << values;
+      ASSERT_LE(whole, 99 << 10);  // what each GPU has, from 8.0 on
+    }
+  for (const int kept : {100, 123, 205})
+    for (const int n : {1500, 2600, 3277})
+      TopKLikeACpu<KeptSingles<Float>>("raw", kept, n)
+          .encode(std::vector<float>(static_cast<size_t>(n)));
+}
+
+// Whatever bits they have, which processors do not agree on.
+TEST(WarpTopK, OfNaNsTheFirstAreKept) {
+  std::vector<float> in(777, 1.0f);
+  const std::vector<size_t> places = {5, 9, 20, 700};
+  for (size_t i = 0; i < places.size(); ++i)
+    in[places[i]] = bits_float((i % 2 ? 0xffc00000u : 0x7fc00000u) + static_cast<uint32_t>(i));
+  TopKLikeACpu<KeptSingles<Float>> topk("raw", 11, 777);  // three of so many
+  topk.encode(in);
+  std::vector<char> wire = topk.room();
+  topk.coding.encode(in.data(), 777, wire.data());
+  uint16_t first[3];
+  memcpy(first, wire.data(), sizeof first);
+  EXPECT_EQ(std::vector<size_t>(first, first + 3), (std::vector<size_t>{5, 9, 20}));
 }
 
 // Values that all lie in one lane, whose column is the longest that there can be.
