@@ -72,6 +72,11 @@ def as_written(choices: Any) -> str:
     """A dataclass as one would write it; the same in every process, also with a function in it."""
 
     def said(value: Any) -> str:
+        if isinstance(value, (set, frozenset)):
+            return f"{{{', '.join(sorted(map(said, value)))}}}"
+        kind: Any = type(value)
+        if kind.__repr__ is object.__repr__ and not callable(value):
+            return f"{kind.__qualname__}()"  # not where it lies
         if not callable(value):
             return repr(value)
         return str(getattr(value, "__qualname__", type(value).__qualname__))

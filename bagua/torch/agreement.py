@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bagua.algorithms import Algorithm
-from bagua.algorithms.answers import of_parameter, planned
+from bagua.algorithms.answers import at_step, of_parameter, planned
 from bagua.common.errors import JoinedError, UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.objects import allgather_object
@@ -37,15 +37,24 @@ def check_algorithm(
     """
     with together(repr(algorithm), f"{name}.asked", process_set):
         _check_combination(algorithm, of_gradients["compression"], of_gradients["op"])
-        choices = _choices(algorithm, names)
-    mine = (repr(algorithm), steps, _settings(of_gradients, names), checksum_of(repr(choices)))
+        choices, begins = _choices(algorithm, names), at_step(algorithm, 0)
+        if begins != algorithm:
+            begun = _choices(begins, names).items()
+            choices |= {f"{param}, in the first step,": how for param, how in begun}
+    settings, begin = _settings(of_gradients, names), repr(begins)
+    mine = (repr(algorithm), begin, steps, settings, checksum_of(repr(choices)))
     everyone = allgather_object(mine, name, process_set)
-    first, first_steps, first_settings, _ = everyone[0]
+    first, first_begin, first_steps, first_settings, _ = everyone[0]
     root = process_set.ranks[0]
-    for rank, (theirs, their_steps, settings, _) in zip(process_set.ranks, everyone):
+    for rank, (theirs, begin, their_steps, settings, _) in zip(process_set.ranks, everyone):
         if theirs != first:
             raise UsageError(
                 f"algorithms differ between ranks: {first} on rank {root}, {theirs} on rank {rank}"
+            )
+        if begin != first_begin:
+            raise UsageError(
+                f"algorithms differ between ranks: at(0) of {first} is {first_begin} on rank "
+                f"{root}, {begin} on rank {rank}"
             )
         if in_step and their_steps != first_steps:
             raise UsageError(
@@ -58,25 +67,41 @@ def check_algorithm(
             )
     if len({checksum for *_, checksum in everyone}) > 1:
         _tell_choices(allgather_object(choices, f"{name}.choices", process_set), process_set)
-    return max(their_steps for _, their_steps, *_ in everyone)
+    return max(their_steps for _, _, their_steps, *_ in everyone)
 
 
 def check_change(
-    algorithm: Algorithm, steps: int | None, name: str, process_set: ProcessSet
+    algorithm: Algorithm,
+    steps: int | None,
+    names: Mapping[torch.Tensor, str],
+    name: str,
+    process_set: ProcessSet,
 ) -> None:
-    """Ranks that go on with it must hear of others that do not, or not after so many steps."""
+    """Ranks that go on with it, as at() says after so many steps, must hear of others that do not.
+
+    None: each rank has taken steps of its own.
+    """
+    with together(repr(algorithm), f"{name}.asked", process_set):
+        choices = _choices(algorithm, names)
+    mine = (repr(algorithm), steps, checksum_of(repr(choices)))
     try:
-        everyone = allgather_object((repr(algorithm), steps), name, process_set)
+        everyone = allgather_object(mine, name, process_set)
     except JoinedError:
-        return  # a rank has joined, and changes no more
-    said = ["" if after is None else f" after {after} steps" for _, after in everyone]
-    said = [one + after for (one, _), after in zip(everyone, said)]
-    for rank, other in zip(process_set.ranks, said):
-        if other != said[0]:
-            raise UsageError(
-                f"algorithms differ between ranks: at() goes on with {said[0]} on rank "
-                f"{process_set.ranks[0]}, with {other} on rank {rank}; it must say the same on all"
+        return  # those that have not joined are not compared
+    (first, first_steps, checksum), root = everyone[0], process_set.ranks[0]
+    for rank, (theirs, their_steps, _) in zip(process_set.ranks, everyone):
+        if theirs != first:
+            odd = f"to {first} on rank {root}, to {theirs} on rank {rank}"
+        elif their_steps != first_steps:
+            odd = (
+                f"to {first} after {first_steps} steps on rank {root}, after {their_steps} on rank "
+                f"{rank}, counted from when the algorithm was chosen"
             )
+        else:
+            continue
+        raise UsageError(f"at() changes {odd}; it must say the same on every rank")
+    if any(theirs != checksum for *_, theirs in everyone):
+        _tell_choices(allgather_object(choices, f"{name}.choices", process_set), process_set)
 
 
 def _check_combination(algorithm: Algorithm, compression: Any, op: ReduceOp | None) -> None:

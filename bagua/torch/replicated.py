@@ -86,7 +86,7 @@ class Replicated(Wrapped):
         """What `go_on_with` takes. That it cannot is an error on all ranks, and changes nothing."""
         self._catch_up()
         self._standing.check()
-        wanted, steps = self._checked(algorithm, self._algorithm.when != "background")
+        wanted, steps = self._checked(algorithm, not self._driver.alone)
         self._compare_scalers(at_step(wanted, 0))
         return wanted, steps
 
@@ -96,7 +96,7 @@ class Replicated(Wrapped):
         self._step = self._since + steps  # where each rank had gone at its own pace
         self._algorithm, self._since, self._resting = wanted, self._step, False
         try:
-            self._catch_up()
+            self._catch_up(chosen=True)
         except BaseException:
             self._algorithm, self._step, self._since, self._resting = before
             raise
@@ -134,7 +134,7 @@ class Replicated(Wrapped):
         self._driver.withdraw(problem)
 
     def _rest(self, resting: bool) -> None:
-        if self._algorithm.when != "background":
+        if self._algorithm.when != "background" and not self._driver.alone:
             raise UsageError(f"{self._algorithm!r} has nothing in the background to pause")
         self._resting = resting  # also if it is to begin only after a warm-up
         self._driver.resting = resting
@@ -173,8 +173,8 @@ class Replicated(Wrapped):
         driver.resting = self._resting
         return driver
 
-    def _catch_up(self) -> None:
-        """Changes to the algorithm of this step."""
+    def _catch_up(self, chosen: bool = False) -> None:
+        """Changes to the algorithm of this step. All ranks have `chosen` it, or at() says so."""
         now, wanted = self._driver, at_step(self._algorithm, self._step - self._since)
         alone = self._process_set.size() == 1 and not self._standing.retired
         if self._standing.withdrawn and alone:
@@ -183,8 +183,11 @@ class Replicated(Wrapped):
         if wanted == now.algorithm or self._standing.withdrawn:
             return
         capture.refuse("from here on it is %r; take some steps before", wanted)
-        name, steps = self._standing.name("change_by_at"), self._step - self._since
-        check_change(wanted, None if now.alone else steps, name, self._process_set)
+        if not chosen:
+            apart = now.alone or wanted.when == "background"
+            steps = None if apart else self._step - self._since
+            name, names = self._standing.name("change_by_at"), self._names
+            check_change(wanted, steps, names, name, self._process_set)
         self._compare_scalers(wanted)
         shares_steps = wanted.what in ("grad", "momentum")
         if isinstance(now, Gradients) and shares_steps:
@@ -233,16 +236,17 @@ class Replicated(Wrapped):
         counts = self._algorithm.changes or not self._driver.shares_gradients
         if kept_now is None and not counts:
             return {}
-        apart = self._algorithm.when == "background"
+        apart = self._driver.alone
         own = {"step": self._step, "since": self._since, "kept": kept_now, "apart": apart}
         return {kept.KEY: own}
 
     def load_own_state(self, state_dict: Any) -> None:
         own = state_dict.get(kept.KEY) or {"step": self._step, "since": self._since, "kept": None}
-        if own.get("apart") and self._algorithm.when != "background":
+        wanted = at_step(self._algorithm, own["step"] - own["since"])
+        if own.get("apart") and wanted.when != "background":
             own = {"step": 0, "since": 0, "kept": None}  # ranks had taken unlike numbers of steps
+            wanted = at_step(self._algorithm, 0)
         self._step, self._since = own["step"], own["since"]
-        wanted = at_step(self._algorithm, self._step - self._since)
         self._loaded = own["kept"] if wanted != self._driver.algorithm else None
         self._driver.load_state(None if self._loaded else own["kept"], self._step)
 

@@ -13,6 +13,7 @@ namespace bagua {
 // What is gathered of a whole block.
 template <class C>
 BAGUA_BOTH typename C::Gathered gather_block(const float* x) {
+  static_assert(C::kBlock % kRow == 0);
   constexpr int kSeparate = C::Gathered::kInAnyOrder ? 1 : kRow;
   typename C::Gathered places[kSeparate];
   for (int i = 0; i < C::kBlock; i += kSeparate)

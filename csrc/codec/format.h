@@ -3,8 +3,9 @@
 // the same bytes.
 //
 // A block format says
-//   kBlock, kBits       values of a block, which divide 2048, and bits of a code; a whole block
-//                       takes a multiple of 4 bytes
+//   kBlock, kBits       values of a block, which are whole rows and divide 2048, and bits of a
+//   code;
+//                       a whole block takes a multiple of 4 bytes
 //   Gathered            what is gathered of a block before its values are coded
 //   Head, Coder         what goes in front of the codes, and what a value is coded with
 //   head_of, coder_of   the head of n values, and a head's coder
@@ -24,7 +25,7 @@ namespace bagua {
 // Values come in rows, of which each lane has some side by side. Place p of a row gathers value p
 // of all rows; then place p takes in place p + h, for h = half a row, ..., 2, 1. Sums are the same
 // everywhere because this order is.
-constexpr int kLanes = 32, kSide = 4, kRow = kLanes * kSide;
+constexpr int kLanes = 32, kSideBySide = 4, kRow = kLanes * kSideBySide;
 
 // Bytes of a block of so many values.
 template <class C>

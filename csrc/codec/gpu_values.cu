@@ -14,7 +14,7 @@ namespace {
 template <class C>
 struct Blocks {
   using Shape = int64_t;
-  // Who has many values in registers has few neighbours.
+  // Who has many values in registers has few neighbours: with one more, sign1 would spill some.
   static constexpr int kThreads = 128, kAtOnce = Lanes<C>::kEach > 16 ? 3 : 8;
   static int64_t shape(const Coding&, int64_t count) { return count; }
   static int64_t blocks(int64_t count) {

@@ -40,7 +40,7 @@ constexpr int kAtOnce = 4;
   return std::accumulate(reach, reach + kVector, 0);
 }
 
-// The same of magnitudes, from `low` on.
+// What `reached` says of these magnitudes, from `low` on.
 [[gnu::always_inline]] inline int32_t reached_by(const int32_t* magnitudes, int n, int kept,
                                                  int few, int32_t low) {
   int32_t most = 0;

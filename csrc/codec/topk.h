@@ -27,9 +27,9 @@ struct TopK {
                          Isa isa);
 };
 
-// How every processor searches. Where count(x) tells how many reach x, `kept` of them `low` and
-// fewer `high`: the greatest number that `kept` reach, or one that at least so many and at most
-// `few` do.
+// How every processor searches, where count(x) tells how many values reach x: count(low) is at
+// least `kept`, and count(high) less. Returns the greatest x that `kept` reach, or sooner any that
+// at least so many reach and at most `few`.
 template <class Count>
 BAGUA_BOTH uint32_t reached(uint32_t low, uint32_t high, int kept, int few, Count&& count) {
   if (low + 1 < high && count(low + 1) < kept) return low;  // as of zeros, and of equal values

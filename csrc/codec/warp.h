@@ -15,16 +15,16 @@ template <class C>
 struct Lanes {
   static constexpr int kEach = C::kBlock / kLanes;
   BAGUA_BOTH static constexpr int place(int lane, int k) {
-    return k / kSide * kRow + lane * kSide + k % kSide;
+    return k / kSideBySide * kRow + lane * kSideBySide + k % kSideBySide;
   }
-  // Whether that is among the first n; all of k is a constant.
+  // Whether that is among the first n; on one side of the question is what compilers know of k.
   BAGUA_BOTH static bool has(int lane, int k, int n) {
     return n == C::kBlock || place(0, k) < n - place(lane, 0);
   }
 };
 
-struct alignas(4 * kSide) Side {
-  float of[kSide];
+struct alignas(4 * kSideBySide) Side {
+  float of[kSideBySide];
 };
 // Whether the n values at x are all of a block, in whole rows.
 template <class C>
@@ -60,17 +60,18 @@ BAGUA_BOTH T moved(const T& value, Move&& move) {
   return result;
 }
 
-// Calls f(k, value) for each of this lane's values of the n at x, and with 0 past those, so that
-// all loads begin before one has ended.
+// Calls f(k, value) for each of this lane's values of the whole block at x, which is in rows, so
+// that all loads begin before one has ended.
 template <class C, class Warp, class F>
 BAGUA_BOTH void for_rows(const Warp& warp, const float* x, F&& f) {
   BAGUA_UNROLL
-  for (int k = 0; k < Lanes<C>::kEach; k += kSide) {
+  for (int k = 0; k < Lanes<C>::kEach; k += kSideBySide) {
     const auto side = *reinterpret_cast<const Side*>(x + Lanes<C>::place(warp.lane(), k));
     BAGUA_UNROLL
-    for (int j = 0; j < kSide; ++j) f(k + j, side.of[j]);
+    for (int j = 0; j < kSideBySide; ++j) f(k + j, side.of[j]);
   }
 }
+// The same of the n values at x, and with 0 past those.
 template <class C, class Warp, class F>
 BAGUA_BOTH void for_loaded(const Warp& warp, const float* x, int n, F&& f) {
   if (in_rows<C>(x, n)) return for_rows<C>(warp, x, f);
@@ -99,7 +100,7 @@ BAGUA_BOTH void store_side(const Warp& warp, const Side& side, int k, int n, flo
     *reinterpret_cast<Side*>(x + i) = side;
   } else {
     BAGUA_UNROLL
-    for (int j = 0; j < kSide; ++j)
+    for (int j = 0; j < kSideBySide; ++j)
       if (Lanes<C>::has(warp.lane(), k + j, n)) x[i + j] = side.of[j];
   }
 }
@@ -107,10 +108,10 @@ BAGUA_BOTH void store_side(const Warp& warp, const Side& side, int k, int n, flo
 template <class C, bool kWhole, class Warp>
 BAGUA_BOTH void store_rows(const Warp& warp, const Values<C>& values, int n, float* x) {
   BAGUA_UNROLL
-  for (int k = 0; k < Lanes<C>::kEach; k += kSide) {
+  for (int k = 0; k < Lanes<C>::kEach; k += kSideBySide) {
     Side side;
     BAGUA_UNROLL
-    for (int j = 0; j < kSide; ++j) side.of[j] = values.of[k + j];
+    for (int j = 0; j < kSideBySide; ++j) side.of[j] = values.of[k + j];
     store_side<C, kWhole>(warp, side, k, n, x);
   }
 }
@@ -133,7 +134,7 @@ BAGUA_BOTH void fill_up(const Warp& warp, int n, Values<C>& values) {
 
 template <class C, class Warp>
 BAGUA_BOTH typename C::Head head_of(const Warp& warp, const Values<C>& values, int n) {
-  constexpr int kSeparate = C::Gathered::kInAnyOrder ? 1 : kSide;
+  constexpr int kSeparate = C::Gathered::kInAnyOrder ? 1 : kSideBySide;
   typename C::Gathered all[kSeparate];
   BAGUA_UNROLL
   for (int k = 0; k < Lanes<C>::kEach; ++k) all[k % kSeparate].add(values.of[k]);
@@ -278,10 +279,10 @@ template <class C, bool kWhole, class Warp>
 BAGUA_BOTH void tell(const Warp& warp, const Values<C>& values, const Words<C>& words,
                      const typename C::Coder& coder, int n, float* said, float* rest) {
   BAGUA_UNROLL
-  for (int k = 0; k < Lanes<C>::kEach; k += kSide) {
+  for (int k = 0; k < Lanes<C>::kEach; k += kSideBySide) {
     Side told, lost;
     BAGUA_UNROLL
-    for (int j = 0; j < kSide; ++j) {
+    for (int j = 0; j < kSideBySide; ++j) {
       told.of[j] = value_in<C>(words, k + j, coder);
       lost.of[j] = finite_or_zero(values.of[k + j] - told.of[j]);
     }

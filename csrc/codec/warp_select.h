@@ -122,16 +122,16 @@ struct Bounds {
 };
 template <class Warp>
 BAGUA_BOTH Bounds bounds_of(const Warp& warp, const ChunkValues& values, int kept) {
-  constexpr int kSides = ChunkLanes::kEach / kSide;
+  constexpr int kSides = ChunkLanes::kEach / kSideBySide;
   uint32_t maxima[kSides], top = 0, least = 0xffffffffu;
   BAGUA_UNROLL
   for (int i = 0; i < kSides; ++i) {
     maxima[i] = 0;
     BAGUA_UNROLL
-    for (int k = i * kSide; k < (i + 1) * kSide; ++k)
+    for (int k = i * kSideBySide; k < (i + 1) * kSideBySide; ++k)
       maxima[i] = greater(maxima[i], TopK::magnitude(values.of[k]));
     top = greater(top, maxima[i]);
-    least = least < maxima[i] ? least : maxima[i];
+    least = lesser(least, maxima[i]);
   }
   top = warp.most(top);
   if (kept > kSides * kLanes * 3 / 4) return {top, 0};
@@ -141,7 +141,8 @@ BAGUA_BOTH Bounds bounds_of(const Warp& warp, const ChunkValues& values, int kep
     for (const uint32_t maximum : maxima) count += maximum >= bound ? 1 : 0;
     return static_cast<int>(warp.sum(count));
   };
-  return {top, reached(~warp.most(~least), top + 1, kept, kept + kept / 8, reach)};
+  const uint32_t least_of_all = ~warp.most(~least);
+  return {top, reached(least_of_all, top + 1, kept, kept + kept / 8, reach)};
 }
 
 // The values that reach a bound: a column of the desk for each lane's.
@@ -179,10 +180,10 @@ BAGUA_BOTH uint32_t least_kept(const Warp& warp, const Candidates& candidates, i
   });
 }
 
-// Two numbers of values, in one word.
-struct Both {
+// How many values are above the least and how many equal to it, in one word.
+struct Counts {
   uint32_t above, equal;
-  BAGUA_BOTH explicit Both(uint32_t word) : above(word & 0xffffu), equal(word >> 16) {}
+  BAGUA_BOTH explicit Counts(uint32_t word) : above(word & 0xffffu), equal(word >> 16) {}
   BAGUA_BOTH static uint32_t word(uint32_t above, uint32_t equal) {
     return static_cast<uint32_t>(bits_in(above) | bits_in(equal) << 16);
   }
@@ -191,7 +192,7 @@ struct Both {
 // Tells on the desk which candidates are above the least and which are equal to it, and how many of
 // both come before those of each word. Returns how many there are.
 template <class Warp>
-BAGUA_BOTH Both mark(const Warp& warp, const Candidates& candidates, uint32_t least) {
+BAGUA_BOTH Counts mark(const Warp& warp, const Candidates& candidates, uint32_t least) {
   constexpr int kOwn = Desk::kWords / kLanes;
   const Desk& desk = candidates.desk;
   const int own = warp.lane() * kOwn;
@@ -205,7 +206,7 @@ BAGUA_BOTH Both mark(const Warp& warp, const Candidates& candidates, uint32_t le
   }
   warp.sync();
   uint32_t from_here = 0;  // in this lane's words and those of lanes further on
-  for (int i = own; i < own + kOwn; ++i) from_here += Both::word(desk.above[i], desk.equal[i]);
+  for (int i = own; i < own + kOwn; ++i) from_here += Counts::word(desk.above[i], desk.equal[i]);
   for (int by = 1; by < kLanes; by *= 2) {
     const uint32_t further = warp.down(from_here, by);
     if (warp.lane() + by < kLanes) from_here += further;
@@ -214,25 +215,25 @@ BAGUA_BOTH Both mark(const Warp& warp, const Candidates& candidates, uint32_t le
   uint32_t before = all - from_here;
   for (int i = own; i < own + kOwn; ++i) {
     desk.before[i] = before;
-    before += Both::word(desk.above[i], desk.equal[i]);
+    before += Counts::word(desk.above[i], desk.equal[i]);
   }
   warp.sync();
-  return Both(all);
+  return Counts(all);
 }
 
 // Puts on the desk what is kept, in the order of places: of equal ones the first.
 template <class Warp>
 BAGUA_BOTH void take(const Warp& warp, const Candidates& candidates, uint32_t least) {
   const Desk& desk = candidates.desk;
-  const Both all = mark(warp, candidates, least);
+  const Counts all = mark(warp, candidates, least);
   const uint32_t equals = static_cast<uint32_t>(desk.kept.count) - all.above;
   for (int i = 0; i < candidates.count; ++i) {
     const uint32_t magnitude = candidates.magnitude(i);
     if (magnitude < least) continue;
     const int place = candidates.place(i), word = place / 32;
     const uint32_t earlier = (1u << place % 32) - 1;
-    const Both in_word(Both::word(desk.above[word] & earlier, desk.equal[word] & earlier));
-    const Both before(desk.before[word]);
+    const Counts in_word(Counts::word(desk.above[word] & earlier, desk.equal[word] & earlier));
+    const Counts before(desk.before[word]);
     const uint32_t equal = before.equal + in_word.equal;
     if (magnitude == least && equal >= equals) continue;
     const uint32_t at = before.above + in_word.above + lesser(equal, equals);

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "common/denormals.h"
+
 namespace bagua {
 
 Crew::Crew(int helpers, std::function<bool()> idle) : idle_(std::move(idle)) {
@@ -46,6 +48,7 @@ void Crew::take_pieces(const Work& work) {
 
 void Crew::help() {
   ::pthread_setname_np(::pthread_self(), "bagua helper");
+  const Denormals denormals;
   uint64_t seen = 0;
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {

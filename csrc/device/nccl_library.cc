@@ -1,6 +1,7 @@
 #include "device/nccl_library.h"
 
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <memory>
 
@@ -75,6 +76,14 @@ const NcclLibrary* find_nccl(const std::string& path, std::string& why_not) {
   static const NcclLibrary* const library = load(path, reason);
   why_not = reason;
   return library;
+}
+
+std::string nccl_in_sight(const std::string& path) {
+  if (void* own = ::dlopen(kName, RTLD_LAZY | RTLD_LOCAL | RTLD_NOLOAD)) {
+    ::dlclose(own);
+    return "this process's own";
+  }
+  return ::access(path.c_str(), R_OK) == 0 ? path : "";
 }
 
 std::string version_text(const NcclLibrary& library) {

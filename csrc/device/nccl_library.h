@@ -91,6 +91,8 @@ struct NcclLibrary {
 // is empty; else the system's. Null, and why, if there is none that will do. The first call counts.
 const NcclLibrary* find_nccl(const std::string& path, std::string& why_not);
 // As 2.23.4.
+// Where it would be found, as far as can be told without loading it: others may load theirs first.
+std::string nccl_in_sight(const std::string& path);
 std::string version_text(const NcclLibrary& library);
 
 }  // namespace bagua

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "common/clock.h"
+#include "common/denormals.h"
 #include "common/memory.h"
 
 namespace bagua {
@@ -118,6 +119,7 @@ void Engine::drive(const Handle* until, double deadline_s) {
 // One round of what there is to do. Whether that was anything. Where even telling of a failure
 // fails, as for want of memory, the engine has failed all the same: somebody waits for this thread.
 bool Engine::turn(int timeout_us) {
+  const Denormals denormals;
   try {
     return try_turn(timeout_us);
   } catch (const std::exception&) {

@@ -61,15 +61,16 @@ Config config_from(const py::dict& d) {
 }
 
 // How tensors on GPUs will go, as far as that can be told before one came: a script chooses its GPU
-// after the start.
+// after the start, and may load NCCL.
 std::string way_of_gpus(const Config& config) {
-  if (cuda_compiled() == "not built") return "built without CUDA";
-  if (!has_cuda_driver()) return "no cuda device";
-  std::string why_not = "nccl=False";
-  const NcclLibrary* nccl = config.nccl ? find_nccl(config.nccl_path, why_not) : nullptr;
-  if (!nccl) return "tensors on GPUs go by the host's memory: " + why_not;
-  return "tensors on GPUs go by NCCL " + version_text(*nccl) +
-         ", or where ranks cannot use it by the host's memory";
+  const std::string by_host = "tensors on GPUs go by the host's memory";
+  if (cuda_compiled() == "not built") return "no GPUs: built without CUDA";
+  if (!has_cuda_driver()) return "no cuda device: no driver of NVIDIA's";
+  if (!config.nccl) return by_host + ": nccl=False";
+  const std::string nccl = nccl_in_sight(config.nccl_path);
+  if (nccl.empty()) return by_host + " unless an NCCL is found when the first comes";
+  return "tensors on GPUs go by NCCL (" + nccl +
+         "), and where ranks cannot use it by the host's memory";
 }
 
 std::shared_ptr<Engine> start_engine(uintptr_t communicator, SocketListener* listener,

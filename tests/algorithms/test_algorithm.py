@@ -23,6 +23,7 @@ from bagua.algorithms import (
     other_names,
     register,
 )
+from bagua.algorithms.exchange import as_written
 from bagua.common.errors import UsageError
 
 
@@ -181,7 +182,15 @@ def test_all_are_written_alike_in_every_process():
     class Mine(Algorithm):
         more: int = 1
 
+    @dataclass
+    class Apart:
+        names: object
+        __repr__ = as_written
+
     for chosen, said in {Near(): "Near", Near.__call__: "Near.__call__"}.items():
         assert repr(Mine(exact=chosen, more=2)) == f"Mine(exact={said}, more=2)"
     assert repr(Mine()) == "Mine()"
+    names = frozenset(map(str, range(10)))
+    assert repr(Apart(names)) == f"Apart(names={{{', '.join(map(repr, sorted(names)))}}})"
+    assert repr(Apart(object())) == "Apart(names=object())"
     assert repr(Exchange(codec="fp16")) == "Exchange(codec='fp16')"

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from ctypes.util import find_library
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,49 +125,63 @@ def test_nccl_s_own_variable(monkeypatch, text, shares):
     assert nccl_shares_gpu() == shares
 
 
-@pytest.mark.parametrize("nccl", [True, False])
-@pytest.mark.parametrize("version", [22304, 21705])
-def test_which_way_gpus_go_is_logged_when_it_starts(tmp_path, wheel, version, nccl):
-    """With no more of a driver than that it is there: it is not woken up."""
-    built(wheel, version)
-    subprocess.run(
-        ["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", "-x", "c", "/dev/null"],
+def start_alone(loads_later: str = "", log_level: str = "info", **settings: Any) -> str:
+    """What a rank logs and prints that starts by itself, and then loads a library."""
+    program = (
+        f"import bagua, ctypes; bagua.init(log_level={log_level!r}, **{settings!r})\n"
+        "from bagua.common.core import core; from bagua.common.nccl import library_path\n"
+        f"if {loads_later!r}: ctypes.CDLL({loads_later!r})\n"
+        "print(core.nccl_found(library_path()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=outside_a_job(),
+        capture_output=True,
+        text=True,
         check=True,
     )
-    told = start_alone(nccl, PYTHONPATH=tmp_path, LD_LIBRARY_PATH=tmp_path)
+    return done.stderr + done.stdout
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """No more of one than that it is there: nobody wakes it up."""
     if not HAS_CUDA:
-        assert "info: built without CUDA\n" in told
-    elif version < 21800 or not nccl:
-        why_not = "NCCL 2.18 or newer is needed, not 2.17.5" if nccl else "nccl=False"
-        assert f"info: tensors on GPUs go by the host's memory: {why_not}\n" in told
-    else:
-        assert "info: tensors on GPUs go by NCCL 2.23.4, or where ranks cannot" in told
+        pytest.skip("built without CUDA")
+    source = ["-x", "c", "/dev/null"]
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", *source], check=True)
+    for name in ("LD_LIBRARY_PATH", "PYTHONPATH"):
+        monkeypatch.setenv(name, str(tmp_path), prepend=":")
+
+
+def test_which_way_gpus_go_is_logged_when_it_starts(driver, wheel):
+    path = built(wheel, 22304)
+    assert f"info: tensors on GPUs go by NCCL ({path}), and where ranks cannot" in start_alone()
+
+
+def test_that_nccl_is_not_wished_is_logged_when_it_starts(driver):
+    told = start_alone(nccl=False)
+    assert "info: tensors on GPUs go by the host's memory: nccl=False\n" in told
+
+
+def test_what_has_no_nccl_yet_may_load_one(driver, wheel, tmp_path):
+    """Whatever is logged."""
+    for level in ("info", "warning"):
+        told = start_alone(built(tmp_path, 22304), level)
+        assert ("unless an NCCL is found when the first comes" in told) == (level == "info")
+        assert told.endswith("2.23.4\n")
+
+
+def test_that_there_is_no_gpu_is_logged_when_it_starts():
+    if find_library("cuda"):
+        pytest.skip("there is a driver")
+    why = "cuda device: no driver of NVIDIA's" if HAS_CUDA else "GPUs: built without CUDA"
+    assert f"info: no {why}\n" in start_alone()
 
 
 def outside_a_job() -> dict[str, str]:
     job = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "BAGUA_")
     return {name: value for name, value in os.environ.items() if not name.startswith(job)}
-
-
-def start_alone(nccl: bool, **first: Path) -> str:
-    """What a rank logs that starts by itself, where some paths come before others."""
-    environment = outside_a_job()
-    for name, path in first.items():
-        environment[name] = f"{path}:{environment.get(name, '')}"
-    program = f"import bagua; bagua.init(log_level='info', nccl={nccl})"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stderr
-
-
-def test_that_there_is_no_gpu_is_logged_when_it_starts():
-    expected = "no cuda device" if HAS_CUDA else "built without CUDA"
-    assert find_library("cuda") or f"info: {expected}\n" in start_alone(True)
 
 
 TWO_DEVICES = """

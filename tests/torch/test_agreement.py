@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from bagua.algorithms import Algorithm, TopK
+from bagua.algorithms import Algorithm, DiLoCo, TopK
 from bagua.common.errors import UsageError
 from bagua.common.world import world
 
@@ -250,12 +250,55 @@ def test_ranks_that_change_to_different_algorithms(everyone, hvd):
     if last == 0:
         return backward(optimizer)
     words = (
-        r"at\(\) goes on with Algorithm\(codec='fp16'\) after 2 steps on rank 0, "
-        rf"with Algorithm\(codec='minmax_u8'\) after 2 steps on rank {last}; it must say the same"
+        r"at\(\) changes to Algorithm\(codec='fp16'\) on rank 0, "
+        rf"to Algorithm\(codec='minmax_u8'\) on rank {last}; it must say the same"
     )
     for _ in range(2):
         with pytest.raises(hvd.UsageError, match=words):
             backward(optimizer)
+
+
+@dataclass(frozen=True)
+class FirstByRank(Algorithm):
+    """What only the rank itself uses, from the first step on."""
+
+    def at(self, step):
+        return DiLoCo(outer_lr=0.5 if world().rank == world().size - 1 else 0.7)
+
+
+def test_ranks_that_begin_with_different_algorithms(everyone, hvd):
+    last = everyone.size - 1
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    if last == 0:
+        return wrap(hvd, sgd, algorithm=FirstByRank())
+    words = rf"at\(0\) of FirstByRank\(\) is DiLoCo\(\) on rank 0, .*outer_lr=0.5\) on rank {last}"
+    with pytest.raises(hvd.UsageError, match=words):
+        wrap(hvd, sgd, algorithm=FirstByRank())
+    optimizer = wrap(hvd, sgd)
+    with pytest.raises(hvd.UsageError, match=words):
+        optimizer.set_algorithm(FirstByRank())
+    backward(optimizer)
+
+
+@dataclass(frozen=True)
+class OuterByRank(Algorithm):
+    def plan(self, bucket, world, step):
+        return replace(super().plan(bucket, world, step), outer_lr=1 / (1 + world.rank))
+
+
+@dataclass(frozen=True)
+class ThenOuterByRank(Algorithm):
+    def at(self, step):
+        return self if step < 2 else OuterByRank(what="delta", every=2)
+
+
+def test_ranks_whose_plans_differ_once_they_change(everyone, hvd):
+    optimizer = wrap(hvd, partial(torch.optim.SGD, lr=0.1), algorithm=ThenOuterByRank())
+    backward(optimizer)
+    if everyone.size == 1:
+        return backward(optimizer)
+    with pytest.raises(hvd.UsageError, match=r"0.weight travels by .*outer_lr=0.5\) on rank 1"):
+        backward(optimizer)
 
 
 def test_parameters_that_come_where_no_plan_is_right(everyone, hvd):

@@ -930,8 +930,22 @@ def test_ranks_that_went_at_their_own_pace_go_on_in_step(everyone, hvd, algorith
     go_on_together(hvd, replica, optimizer, 9)
 
 
-def test_ranks_that_went_at_their_own_pace_resume_with_their_own_weights(everyone, hvd):
-    apart, steps = AsyncModelAverage(sync_interval_ms=1e9), 2 + everyone.me
+class ThenApart(Algorithm):
+    def at(self, step: int) -> Algorithm:
+        return self if step < 2 else AsyncModelAverage(sync_interval_ms=1e9)
+
+
+@pytest.mark.parametrize(
+    "apart",
+    [
+        AsyncModelAverage(sync_interval_ms=1e9),
+        AsyncModelAverage(sync_interval_ms=1e9, warmup_steps=2),
+        ThenApart(),
+    ],
+    ids=repr,
+)
+def test_ranks_that_went_at_their_own_pace_resume_with_their_own_weights(everyone, hvd, apart):
+    steps = 4 + everyone.me
     replica, optimizer = real(everyone, hvd, "momentum", apart, steps)
     state = copy.deepcopy((values([replica])[0], optimizer.state_dict()))
     replica = Replica(everyone.me, "momentum")
@@ -940,7 +954,8 @@ def test_ranks_that_went_at_their_own_pace_resume_with_their_own_weights(everyon
     optimizer.load_state_dict(state[1])
     assert optimizer.progress[0] == steps
     optimizer.param_groups[0]["lr"] = 0.0
-    optimizer.pause()
+    if optimizer.algorithm.when == "background":  # if it has only come to that, none begins either
+        optimizer.pause()
     replica.backward(steps)
     optimizer.step()
     assert all(torch.equal(p, value) for p, value in zip(replica.params, state[0]))

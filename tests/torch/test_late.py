@@ -111,6 +111,29 @@ def test_ranks_that_change_in_different_steps(run_ranks):
     """They must not average gradients of one step with those of another."""
     result = run_ranks(2, APART)
     words = (
-        r"on with ThereAndBack\(\) after 4 steps on rank 0, with ThereAndBack\(\) after 5 steps on"
+        r"at\(\) changes to ThereAndBack\(\) after 4 steps on rank 0, after 5 on rank 1, counted"
     )
     assert all(re.search(words, text) for text in result.stderr), str(result)
+
+
+FLUSHES = """
+import time, torch, bagua.torch as bagua
+
+bagua.init()
+tiny = torch.full((100,), 0.7e-38)
+torch.set_flush_denormal(True)
+for _ in range(3):
+    handle = bagua.allreduce_async(tiny, op=bagua.Sum)
+    if bagua.rank() == 0:
+        time.sleep(0.05)  # so another thread than its caller's adds up
+    total = bagua.synchronize(handle)
+    torch.set_flush_denormal(False)
+    print(total.max().item())
+    torch.set_flush_denormal(True)
+"""
+
+
+def test_who_comes_late_adds_up_the_same_denormals(run_ranks):
+    result = run_ranks(2, FLUSHES)
+    assert result.exit_code == 0, str(result)
+    assert result.stdout == ["1.4000000211677737e-38\n" * 3] * 2, str(result)

@@ -26,7 +26,12 @@ class Lockstep {
   void sync() { meet(round_.load(std::memory_order_relaxed), std::memory_order_acq_rel); }
 
  private:
-#ifdef __SANITIZE_THREAD__
+#ifdef __has_feature  // Clang's
+#if __has_feature(thread_sanitizer)
+#define __SANITIZE_THREAD__
+#endif
+#endif
+#ifdef __SANITIZE_THREAD__  // which is to see no order but that of sync(), though there is one
   static constexpr auto kOfWords = std::memory_order_relaxed;
 #else
   static constexpr auto kOfWords = std::memory_order_acq_rel;

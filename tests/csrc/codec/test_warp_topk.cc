@@ -213,7 +213,7 @@ TEST(WarpTopK, AllOfALane) {
 TEST(WarpTopK, OneLargeValueOfEachSide) {
   for (const int kept : {41, 768, 1025, 1500}) {
     std::vector<float> in(4096, 0.25f);
-    for (size_t i = 0; i < in.size(); i += kSide) in[i] = 1.0f + static_cast<float>(i);
+    for (size_t i = 0; i < in.size(); i += kSideBySide) in[i] = 1.0f + static_cast<float>(i);
     TopKLikeACpu<KeptSingles<Float>>("raw", kept, 4096).encode(in);
   }
 }
