@@ -9,8 +9,8 @@ namespace bagua {
 namespace {
 
 // Behind a pointer, or compilers would compute it before the thread is told anything.
-float add(float x) { return x + x; }
-float (*volatile twice)(float) = add;
+float doubled_tiny(float x) { return x + x; }
+float (*volatile double_tiny)(float) = doubled_tiny;
 
 #if defined(__x86_64__)
 TEST(Denormals, AreNoZerosMeanwhile) {
@@ -18,13 +18,13 @@ TEST(Denormals, AreNoZerosMeanwhile) {
   const uint32_t before = _mm_getcsr();
   for (const uint32_t flushes : {1u << 15 | 1u << 6, 1u << 15, 1u << 6}) {
     _mm_setcsr(before | flushes);
-    EXPECT_EQ(twice(tiny), 0);
+    EXPECT_EQ(double_tiny(tiny), 0);
     {
       const Denormals denormals;
-      EXPECT_EQ(twice(tiny), std::numeric_limits<float>::min() / 4);
+      EXPECT_EQ(double_tiny(tiny), std::numeric_limits<float>::min() / 4);
       const Denormals again;
     }
-    EXPECT_EQ(twice(tiny), 0);
+    EXPECT_EQ(double_tiny(tiny), 0);
   }
   _mm_setcsr(before);
 }
@@ -32,7 +32,7 @@ TEST(Denormals, AreNoZerosMeanwhile) {
 
 TEST(Denormals, ChangeNothingElse) {
   const Denormals denormals;
-  EXPECT_GT(twice(std::numeric_limits<float>::denorm_min()), 0);
+  EXPECT_GT(double_tiny(std::numeric_limits<float>::denorm_min()), 0);
 }
 
 }  // namespace
