@@ -19,6 +19,8 @@ namespace bagua {
 
 // Generous: only a hang reaches it, also under a sanitizer on a loaded machine.
 constexpr int kHangS = 120;
+// Who sleeps for so long has missed its word, and the test is ended before it wakes.
+constexpr int kForeverS = 10 * kHangS;
 
 class Ranks {
  public:

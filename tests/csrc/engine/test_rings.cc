@@ -14,8 +14,6 @@
 namespace bagua {
 namespace {
 
-constexpr double kForeverS = 10 * kHangS;
-
 void with_channels(
     const std::vector<int>& node_of,
     const std::function<void(int, std::unique_ptr<SocketChannel>, Transport&)>& body) {

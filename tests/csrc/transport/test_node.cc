@@ -20,8 +20,6 @@
 namespace bagua {
 namespace {
 
-// Who sleeps for so long has missed its word, and the test is ended before it wakes.
-constexpr int kForeverS = 10 * kHangS;
 constexpr int kForeverUs = kForeverS * 1000000;
 
 // The ranks of one machine, as far as they are threads.
