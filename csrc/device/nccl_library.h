@@ -90,9 +90,9 @@ struct NcclLibrary {
 // The library that the process has loaded already, as torch does; else the one at `path`, unless it
 // is empty; else the system's. Null, and why, if there is none that will do. The first call counts.
 const NcclLibrary* find_nccl(const std::string& path, std::string& why_not);
-// As 2.23.4.
 // Where it would be found, as far as can be told without loading it: others may load theirs first.
 std::string nccl_in_sight(const std::string& path);
+// As 2.23.4.
 std::string version_text(const NcclLibrary& library);
 
 }  // namespace bagua
