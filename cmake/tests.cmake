@@ -18,8 +18,7 @@ if(NOT GTest_FOUND)
 endif()
 
 file(GLOB_RECURSE test_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/tests/csrc/test_*.cc)
-# These have one thread, in which ThreadSanitizer has nothing to see; in others of codecs there
-# are lanes.
+# These have one thread, in which ThreadSanitizer has nothing to see; a warp's lanes have one each.
 if(BAGUA_SANITIZE STREQUAL thread)
   list(FILTER test_sources EXCLUDE REGEX "/tests/csrc/(kernel/|codec/test_(codecs|gpu|tile))")
 endif()

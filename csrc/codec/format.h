@@ -3,9 +3,8 @@
 // the same bytes.
 //
 // A block format says
-//   kBlock, kBits       values of a block, which are whole rows and divide 2048, and bits of a
-//   code;
-//                       a whole block takes a multiple of 4 bytes
+//   kBlock, kBits       values of a block, whole rows that divide 2048, and bits of a code; a whole
+//                       block takes a multiple of 4 bytes
 //   Gathered            what is gathered of a block before its values are coded
 //   Head, Coder         what goes in front of the codes, and what a value is coded with
 //   head_of, coder_of   the head of n values, and a head's coder
