@@ -52,10 +52,7 @@ struct Finishing {
       : divisor(static_cast<float>(finish.divisor)),
         factor(static_cast<float>(finish.factor)),
         inverse(static_cast<float>(exact_inverse(finish.divisor))) {}
-  __device__ float operator()(float sum) const {
-    return (inverse != 0 ? sum * inverse : sum / divisor) * factor;
-  }
-  // The same, and the way is chosen once for all.
+  // The way is chosen once for all.
   template <int N>
   __device__ void all(float (&sums)[N]) const {
     if (inverse != 0) {
