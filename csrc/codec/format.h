@@ -26,6 +26,16 @@ namespace bagua {
 // everywhere because this order is.
 constexpr int kLanes = 32, kSideBySide = 4, kRow = kLanes * kSideBySide;
 
+// Those side by side, which a GPU loads at once where memory lies so.
+template <class T>
+struct alignas(kSideBySide * sizeof(T)) Side {
+  T of[kSideBySide];
+};
+template <class T>
+BAGUA_BOTH bool in_sides(const T* x) {
+  return reinterpret_cast<uintptr_t>(x) % sizeof(Side<T>) == 0;
+}
+
 // Bytes of a block of so many values.
 template <class C>
 constexpr int64_t block_nbytes(int64_t count) {

@@ -78,28 +78,28 @@ struct Singles {
   static int shared_nbytes(int64_t) { return 0; }
 
   template <class F>
-  __device__ static void visit(int64_t count, bool in_rows, F&& f) {
-    T::visit(static_cast<int>(threadIdx.x), blockIdx.x * int64_t{T::kValues}, count, in_rows, f);
+  __device__ static void visit(int64_t count, bool aligned, F&& f) {
+    T::visit(static_cast<int>(threadIdx.x), blockIdx.x * int64_t{T::kValues}, count, aligned, f);
   }
 
   __device__ static void encode(int64_t count, const float* in, float* residual, uint8_t* wire) {
     auto* to = reinterpret_cast<Wire*>(wire);
-    visit(count, T::in_rows(in) && T::in_rows(residual) && T::in_rows(to),
+    visit(count, in_sides(in) && in_sides(residual) && in_sides(to),
           [&](const auto& place) { T::encode(place, in, residual, to); });
   }
   __device__ static void decode(int64_t count, const uint8_t* wire, float* out) {
     auto* from = reinterpret_cast<const Wire*>(wire);
-    visit(count, T::in_rows(from) && T::in_rows(out),
+    visit(count, in_sides(from) && in_sides(out),
           [&](const auto& place) { T::decode(place, from, out); });
   }
   __device__ static void add_up(int64_t count, const Wires& wires, Finishing finish,
                                 float* residual, uint8_t* wire, float* out) {
     auto* to = reinterpret_cast<Wire*>(wire);
     const auto from = [&](int i) { return reinterpret_cast<const Wire*>(wire_of(wires, i)); };
-    bool in_rows = T::in_rows(residual) && T::in_rows(to) && T::in_rows(out);
+    bool aligned = in_sides(residual) && in_sides(to) && in_sides(out);
     for (int i = 0; i < wires.count && i < 2; ++i)  // then all are: distances are equal
-      in_rows = in_rows && T::in_rows(from(i));
-    visit(count, in_rows, [&](const auto& place) {
+      aligned = aligned && in_sides(from(i));
+    visit(count, aligned, [&](const auto& place) {
       const auto finish_all = [&](auto& sums) { finish.all(sums); };
       T::add_up(place, wires.count, from, finish_all, residual, to, out);
     });

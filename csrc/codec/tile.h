@@ -9,53 +9,47 @@ namespace bagua {
 template <class S>
 struct Tile {
   using Wire = typename S::Wire;
-  // Of a tile each thread has some, in rows that are loaded at once.
-  static constexpr int kThreads = 256, kEach = 8, kRow = 4, kValues = kThreads * kEach;
+  // Of a tile each thread has some, by sides.
+  static constexpr int kThreads = 256, kEach = 8, kValues = kThreads * kEach;
 
-  template <class T>
-  struct alignas(kRow * sizeof(T)) Row {
-    T of[kRow];
-  };
-  template <class T>
-  BAGUA_BOTH static bool in_rows(const T* x) {
-    return reinterpret_cast<uintptr_t>(x) % sizeof(Row<T>) == 0;
-  }
-
-  // A thread's values: rows, or every 256th of n where memory does not lie so or is not all there.
+  // A thread's values: sides, or every 256th of n where memory does not lie so or is not all there.
   // Either way those of neighbours are side by side, and all are loaded before one is stored. Where
   // there are no more the last is loaded again, so that no load waits for a question.
-  template <bool kInRows>
+  template <bool kInSides>
   struct Place {
     int thread;
     int64_t begin;
     int n;
-    BAGUA_BOTH int at(int k) const { return k * kThreads + (kInRows ? thread * kRow : thread); }
+    BAGUA_BOTH int at(int k) const {
+      return k * kThreads + (kInSides ? thread * kSideBySide : thread);
+    }
     template <class T>
     BAGUA_BOTH void load(const T* from, T (&to)[kEach]) const {
       BAGUA_UNROLL
-      for (int k = 0; k < kEach; k += kRow) {
-        if constexpr (kInRows) {
-          const auto row = *reinterpret_cast<const Row<T>*>(from + begin + at(k));
+      for (int k = 0; k < kEach; k += kSideBySide) {
+        if constexpr (kInSides) {
+          const auto side = *reinterpret_cast<const Side<T>*>(from + begin + at(k));
           BAGUA_UNROLL
-          for (int j = 0; j < kRow; ++j) to[k + j] = row.of[j];
+          for (int j = 0; j < kSideBySide; ++j) to[k + j] = side.of[j];
         } else {
           BAGUA_UNROLL
-          for (int j = k; j < k + kRow; ++j) to[j] = from[begin + (at(j) < n ? at(j) : n - 1)];
+          for (int j = k; j < k + kSideBySide; ++j)
+            to[j] = from[begin + (at(j) < n ? at(j) : n - 1)];
         }
       }
     }
     template <class T>
     BAGUA_BOTH void store(const T (&from)[kEach], T* to) const {
       BAGUA_UNROLL
-      for (int k = 0; k < kEach; k += kRow) {
-        if constexpr (kInRows) {
-          Row<T> row;
+      for (int k = 0; k < kEach; k += kSideBySide) {
+        if constexpr (kInSides) {
+          Side<T> side;
           BAGUA_UNROLL
-          for (int j = 0; j < kRow; ++j) row.of[j] = from[k + j];
-          *reinterpret_cast<Row<T>*>(to + begin + at(k)) = row;
+          for (int j = 0; j < kSideBySide; ++j) side.of[j] = from[k + j];
+          *reinterpret_cast<Side<T>*>(to + begin + at(k)) = side;
         } else {
           BAGUA_UNROLL
-          for (int j = k; j < k + kRow; ++j)
+          for (int j = k; j < k + kSideBySide; ++j)
             if (at(j) < n) to[begin + at(j)] = from[j];
         }
       }
@@ -63,9 +57,9 @@ struct Tile {
   };
   // Calls f(place) for the tile that begins there, of `count` values.
   template <class F>
-  BAGUA_BOTH static void visit(int thread, int64_t begin, int64_t count, bool in_rows, F&& f) {
+  BAGUA_BOTH static void visit(int thread, int64_t begin, int64_t count, bool aligned, F&& f) {
     const int64_t left = count - begin;
-    if (in_rows && left >= kValues) {
+    if (aligned && left >= kValues) {
       f(Place<true>{thread, begin, kValues});
     } else {
       f(Place<false>{thread, begin, left < kValues ? static_cast<int>(left) : kValues});

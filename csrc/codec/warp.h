@@ -23,13 +23,10 @@ struct Lanes {
   }
 };
 
-struct alignas(4 * kSideBySide) Side {
-  float of[kSideBySide];
-};
 // Whether the n values at x are all of a block, in whole rows.
 template <class C>
 BAGUA_BOTH bool in_rows(const float* x, int n) {
-  return n == C::kBlock && reinterpret_cast<uintptr_t>(x) % sizeof(Side) == 0;
+  return n == C::kBlock && in_sides(x);
 }
 
 // Memory where a wire has codes of several values; aligned as wires are.
@@ -66,7 +63,7 @@ template <class C, class Warp, class F>
 BAGUA_BOTH void for_rows(const Warp& warp, const float* x, F&& f) {
   BAGUA_UNROLL
   for (int k = 0; k < Lanes<C>::kEach; k += kSideBySide) {
-    const auto side = *reinterpret_cast<const Side*>(x + Lanes<C>::place(warp.lane(), k));
+    const auto side = *reinterpret_cast<const Side<float>*>(x + Lanes<C>::place(warp.lane(), k));
     BAGUA_UNROLL
     for (int j = 0; j < kSideBySide; ++j) f(k + j, side.of[j]);
   }
@@ -94,10 +91,10 @@ BAGUA_BOTH void load_on_top(const Warp& warp, const float* x, int n, Values<C>& 
 
 // The values of this lane from the k-th on that are side by side, to their place in the n at x.
 template <class C, bool kWhole, class Warp>
-BAGUA_BOTH void store_side(const Warp& warp, const Side& side, int k, int n, float* x) {
+BAGUA_BOTH void store_side(const Warp& warp, const Side<float>& side, int k, int n, float* x) {
   const int i = Lanes<C>::place(warp.lane(), k);
   if constexpr (kWhole) {
-    *reinterpret_cast<Side*>(x + i) = side;
+    *reinterpret_cast<Side<float>*>(x + i) = side;
   } else {
     BAGUA_UNROLL
     for (int j = 0; j < kSideBySide; ++j)
@@ -109,7 +106,7 @@ template <class C, bool kWhole, class Warp>
 BAGUA_BOTH void store_rows(const Warp& warp, const Values<C>& values, int n, float* x) {
   BAGUA_UNROLL
   for (int k = 0; k < Lanes<C>::kEach; k += kSideBySide) {
-    Side side;
+    Side<float> side;
     BAGUA_UNROLL
     for (int j = 0; j < kSideBySide; ++j) side.of[j] = values.of[k + j];
     store_side<C, kWhole>(warp, side, k, n, x);
@@ -280,7 +277,7 @@ BAGUA_BOTH void tell(const Warp& warp, const Values<C>& values, const Words<C>& 
                      const typename C::Coder& coder, int n, float* said, float* rest) {
   BAGUA_UNROLL
   for (int k = 0; k < Lanes<C>::kEach; k += kSideBySide) {
-    Side told, lost;
+    Side<float> told, lost;
     BAGUA_UNROLL
     for (int j = 0; j < kSideBySide; ++j) {
       told.of[j] = value_in<C>(words, k + j, coder);

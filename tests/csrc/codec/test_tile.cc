@@ -29,10 +29,10 @@ struct Shifted {
 
 // All threads of all tiles.
 template <class S, class F>
-void run_tiles(int64_t count, bool in_rows, F&& f) {
+void run_tiles(int64_t count, bool aligned, F&& f) {
   using T = Tile<S>;
   for (int64_t begin = 0; begin < count; begin += T::kValues)
-    for (int thread = 0; thread < T::kThreads; ++thread) T::visit(thread, begin, count, in_rows, f);
+    for (int thread = 0; thread < T::kThreads; ++thread) T::visit(thread, begin, count, aligned, f);
 }
 
 template <class S>
@@ -50,8 +50,8 @@ void like_a_cpu(const char* name, int64_t count, size_t shift, bool keeps) {
   Shifted<Wire> wire(count, shift, Wire()), tile_wire = wire;
   float* const lost = keeps ? rest.data() : nullptr;
   float* const tile_lost = keeps ? tile_rest.data() : nullptr;
-  const bool in_rows = T::in_rows(tile_out.data()) && T::in_rows(tile_wire.data());
-  ASSERT_EQ(in_rows, shift % 4 == 0);
+  const bool aligned = in_sides(tile_out.data()) && in_sides(tile_wire.data());
+  ASSERT_EQ(aligned, shift % 4 == 0);
   const auto expect_same = [&] {
     EXPECT_TRUE(wire == tile_wire);
     EXPECT_TRUE(rest == tile_rest);
@@ -59,12 +59,12 @@ void like_a_cpu(const char* name, int64_t count, size_t shift, bool keeps) {
   };
 
   coding.decode(said[0].bytes(), count, out.data());
-  run_tiles<S>(count, in_rows,
+  run_tiles<S>(count, aligned,
                [&](const auto& place) { T::decode(place, said[0].data(), tile_out.data()); });
   expect_same();
 
   coding.encode_rest(out.data(), lost, count, wire.bytes());
-  run_tiles<S>(count, in_rows, [&](const auto& place) {
+  run_tiles<S>(count, aligned, [&](const auto& place) {
     T::encode(place, tile_out.data(), tile_lost, tile_wire.data());
   });
   expect_same();
@@ -76,7 +76,7 @@ void like_a_cpu(const char* name, int64_t count, size_t shift, bool keeps) {
   const auto finish = [](auto& sums) {
     for (float& sum : sums) sum /= 3;
   };
-  run_tiles<S>(count, in_rows, [&](const auto& place) {
+  run_tiles<S>(count, aligned, [&](const auto& place) {
     T::add_up(place, 3, from, finish, tile_lost, tile_wire.data(), tile_out.data());
   });
   expect_same();
