@@ -72,14 +72,13 @@ def as_written(choices: Any) -> str:
     """A dataclass as one would write it; the same in every process, also with a function in it."""
 
     def said(value: Any) -> str:
+        kind: Any = type(value)
+        if callable(value):
+            return str(getattr(value, "__qualname__", kind.__qualname__))
         if isinstance(value, (set, frozenset)):
             return f"{{{', '.join(sorted(map(said, value)))}}}"
-        kind: Any = type(value)
-        if kind.__repr__ is object.__repr__ and not callable(value):
-            return f"{kind.__qualname__}()"  # not where it lies
-        if not callable(value):
-            return repr(value)
-        return str(getattr(value, "__qualname__", type(value).__qualname__))
+        # Not where it lies.
+        return f"{kind.__qualname__}()" if kind.__repr__ is object.__repr__ else repr(value)
 
     chosen = [
         f"{f.name}={said(value)}"
