@@ -30,7 +30,7 @@ TEST(Denormals, AreNoZerosMeanwhile) {
 }
 #endif
 
-TEST(Denormals, ChangeNothingElse) {
+TEST(Denormals, AreNoZerosWhereNothingFlushesThem) {
   const Denormals denormals;
   EXPECT_GT(double_tiny(std::numeric_limits<float>::denorm_min()), 0);
 }
