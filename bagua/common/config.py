@@ -13,7 +13,7 @@ import pwd
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, Union
+from typing import Any, Literal, Union
 
 from bagua.common.errors import UsageError
 
@@ -412,13 +412,13 @@ def gloo_told(interface: str, afterwards: bool) -> Iterator[None]:
             os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
 
-def report_verdict() -> None:
-    """Tells bagua-run that this rank ends because of another one."""
+def tell_launcher(word: Literal["init", "peer"]) -> None:
+    """Tells bagua-run that this rank has called init(), or that it ends because of another one."""
     number = os.environ.get("BAGUA_RUN_VERDICT_FD")
     if number is not None:
         with contextlib.suppress(OSError, ValueError):
             if stat.S_ISFIFO(os.fstat(int(number)).st_mode):
-                os.write(int(number), b"peer")
+                os.write(int(number), f"{word}\n".encode())
 
 
 def torchrun_size() -> int:

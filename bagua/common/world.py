@@ -17,7 +17,7 @@ from bagua.common import mpi
 from bagua.common.config import (
     Config,
     check_one_of,
-    report_verdict,
+    tell_launcher,
     torchrun_size,
 )
 from bagua.common.core import core
@@ -66,6 +66,7 @@ def init(
     )
     mpi.start(core.Deadline(min(config.start_timeout_s, 1e9), late))
     if not _exit_hook_installed:
+        tell_launcher("init")
         _install_exit_hooks()  # first: also a failing init must not wait in MPI_Finalize
         _exit_hook_installed = True
     if comm is None:
@@ -267,7 +268,7 @@ def _leave() -> None:
     uncaught = _what_ends_this()
     failed = _failure_at_stop or (_world and _world.engine.failure())
     if isinstance(uncaught, PeerError) or (failed and uncaught is None):
-        report_verdict()
+        tell_launcher("peer")
     if uncaught is not None and _world is not None:
         _world.engine.stop()  # others learn that we leave; but wait for nobody
         _world.engine.wait_stopped(0.5)
@@ -275,7 +276,7 @@ def _leave() -> None:
         shutdown()
     if uncaught is None and not failed and _failure_at_stop:  # others never shut down
         failed = _failure_at_stop
-        report_verdict()
+        tell_launcher("peer")
     if not _has_failed and uncaught is None:
         return mpi.end()
     if failed and uncaught is None:

@@ -33,6 +33,7 @@ class Exit:
     stopped: bool = (
         False  # it was told to stop before it ended, so it is a victim rather than a cause
     )
+    began: bool = False  # it said that it called bagua.init()
     peer: bool = False  # it said that it ended because of another rank: a victim too
     lost: bool = False  # its link broke: how it ended is not known
     halted: int = 0  # the signal that had made it stand still, until it was ended
@@ -105,7 +106,7 @@ class Link:
         return True
 
     def note_exit(self, payload: bytes) -> Exit:
-        how, number, stopped, peer = payload.decode().split(" ")
+        how, number, stopped, *words = payload.decode().split()
         code, signal_number = (0, int(number)) if how == "signal" else (int(number), 0)
         self.exit = Exit(
             self.rank,
@@ -113,7 +114,8 @@ class Link:
             code,
             signal_number,
             stopped=stopped == "1",
-            peer=peer == "1",
+            began="init" in words,
+            peer="peer" in words,
             halted=self.halted,
         )
         return self.exit

@@ -299,4 +299,5 @@ class Job:
             mpirun_code=self._mpirun.returncode,
             mpirun_said=self._mpirun_said,
             fault_tolerant=self._fault_tolerant,
+            script=self._plan.script,
         ).speak()

@@ -31,6 +31,7 @@ class Plan:
 
     rank_count: int
     remote: bool  # whether ranks may be on other hosts
+    script: bool  # whether Python runs it, from a file or a module
     command: list[str]
     environment: dict[str, str]
     notes: list[str]
@@ -74,9 +75,9 @@ def make_plan(options: Options, mpirun: str, flavour: Flavour) -> Plan:
         words += flavour.fault_tolerant
     words += _variables(options, flavour, remote)
     words += _split("--mpi-args", options.mpi_args)
-    return Plan(
-        count, remote, [mpirun, *words, *_wrapped(program, options, flavour)], environment, notes
-    )
+    script = _is_script(program)
+    words += _wrapped(program, options, flavour)
+    return Plan(count, remote, script, [mpirun, *words], environment, notes)
 
 
 def _wrapped(program: list[str], options: Options, flavour: Flavour) -> list[str]:
@@ -197,11 +198,20 @@ def _program(command: list[str], check: bool) -> list[str]:
         raise UsageError(_why_not(program))
     if (
         len(command) > 1
-        and re.fullmatch(r"(.*/)?python[0-9.]*", program)
+        and _is_python(program)
         and command[1].endswith(".py")
     ) and not Path(command[1]).is_file():
         raise UsageError(f"there is no script {command[1]}{_neighbour(Path(command[1]))}")
     return command
+
+
+def _is_python(program: str) -> bool:
+    return re.fullmatch(r"(.*/)?python[0-9.]*", program) is not None
+
+
+def _is_script(program: list[str]) -> bool:
+    files = [word for word in program[:4] if word.endswith(".py") or word == "-m"]
+    return program[0] in files or (_is_python(program[0]) and bool(files))
 
 
 def _why_not(program: str) -> str:

@@ -6,7 +6,7 @@ file. Without bagua-run's variables (a command copied from --dry-run) it simply 
 
 The link to bagua-run carries frames of a one-byte kind, a four-byte length and the payload: hello
 `H token rank host pid`, output `O` and `E`, `Z signal pid` when a signal has made the program stand
-still or, then 0, when it goes on, and at the end `X code|signal number stopped peer`. Back come
+still or, then 0, when it goes on, and at the end `X code|signal number stopped words…`. Back come
 orders without a payload: I (interrupt), T (terminate) and K (kill). A closed link means that bagua-
 run has gone.
 
@@ -14,8 +14,9 @@ Standard input is rank 0's alone, the others read /dev/null. Rank 0's wrapper as
 `R` and gets it in `S` (an empty one is the end); it asks for the next once the program has taken
 this one, so that at most one piece is on its way and no order ever waits behind input.
 
-A program that ends because of another rank writes `peer` into the descriptor that
-BAGUA_RUN_VERDICT_FD numbers, and is then not taken for the culprit.
+Into the descriptor that BAGUA_RUN_VERDICT_FD numbers a program writes words, a line each: `init`
+when it calls bagua.init(), and `peer` if it ends because of another rank: then it is not taken for
+the culprit.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ class Relay:
         how, number = "code", os.WEXITSTATUS(self._status)
         if os.WIFSIGNALED(self._status):
             how, number = "signal", os.WTERMSIG(self._status)
-        peer = _read_verdict(self._program.verdict)
-        self._send(b"X", f"{how} {number} {int(self._stopped)} {int(peer)}".encode())
+        end = [how, number, int(self._stopped), *_read_verdict(self._program.verdict)]
+        self._send(b"X", " ".join(map(str, end)).encode())
         # bagua-run closes the link once the others are down too: were we to leave now, mpirun
         # would kill them without mercy for their children.
         deadline = time.monotonic() + LEAVE_S
@@ -426,13 +427,13 @@ def _inheritable(fd: int) -> int:
         return fcntl.fcntl(fd, fcntl.F_DUPFD, 3)
 
 
-def _read_verdict(fd: int) -> bool:
-    """Whether the program, now ended, said that it ends because of another rank."""
+def _read_verdict(fd: int) -> list[str]:
+    """The words of the program, now ended."""
     os.set_blocking(fd, False)
     try:
-        return os.read(fd, 64).startswith(b"peer")
+        return os.read(fd, 64).decode(errors="replace").split()
     except BlockingIOError:  # something it started, out of our reach, still holds the other end
-        return False
+        return []
 
 
 def _become(command: list[str]) -> NoReturn:

@@ -33,12 +33,16 @@ class Verdict:
     mpirun_code: int
     mpirun_said: Sequence[bytes]
     fault_tolerant: bool
+    script: bool  # of Python, which may have been written for one process
 
     def speak(self) -> int:
         """Say how the job ended and return its exit code."""
         first = culprit(self.exits)
         if first is None:
-            return self._ended_by_mpirun()
+            code = self._ended_by_mpirun()
+            if code == 0:
+                self._tell_if_alone()
+            return code
         if first.stopped and not first.halted:
             return self._ended_by_mpirun() or first.shell_code
         if first.lost:
@@ -67,6 +71,16 @@ class Verdict:
         left = f" after rank {early} had exited with code 0" if early else ""
         say(self.screen, f"bagua-run: mpirun ended the job with {how}{left}")
         return code if code > 0 else 128 - code
+
+    def _tell_if_alone(self) -> None:
+        """Whoever forgets init() trains as many models as there are ranks, and all ends well."""
+        count = len(self.exits)
+        if self.script and count > 1 and not any(exit.began for exit in self.exits):
+            say(
+                self.screen,
+                f"bagua-run: no rank called bagua.init(): unless they know of each other by other"
+                f" means, each of the {count} has done all of the work by itself",
+            )
 
     def _ended_well(self) -> str:
         return ", ".join(str(exit.rank) for exit in self.exits if not exit.failed)

@@ -66,6 +66,7 @@ class Replicated(Wrapped):
         choice.tell_what_is_exact(self._algorithm, self._process_set)
         self._driver: Driver = self._driver_of(at_step(self._algorithm, 0))
         self._driver.passes_per_step = passes
+        self._tell_what_is_used()
 
     @property
     def algorithm(self) -> Algorithm:
@@ -202,6 +203,7 @@ class Replicated(Wrapped):
                 self._change_to(wanted)
             finally:
                 self._standing.make_room = lambda: None
+        self._tell_what_is_used()
         if self._loaded is not None:
             self._driver.load_state(self._loaded, self._step)
             self._loaded = None
@@ -210,6 +212,10 @@ class Replicated(Wrapped):
         before, driver = self._driver, self._driver_of(algorithm)
         driver.passes_per_step, driver.paused = before.passes_per_step, before.paused
         self._driver = driver
+
+    def _tell_what_is_used(self) -> None:
+        now = self._driver.algorithm
+        choice.tell_what_is_used(now, self.inner, self._step, self._process_set)
 
     def _compare_scalers(self, wanted: Algorithm) -> None:
         """Refuses those that differ where ranks are about to exchange gradients."""

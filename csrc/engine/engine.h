@@ -69,6 +69,8 @@ class Engine {
   // waits here is refused.
   void abandon() { door_.become_child(); }
 
+  // Any thread. Says what is worth knowing of what uses this engine.
+  void tell(const std::string& text) const { at_.log.write(LogLevel::kInfo, text); }
   // Any thread.
   Runner::Counters counters() const { return runner_.counters(); }
   void touch(int64_t nbytes) { runner_.touch(nbytes); }

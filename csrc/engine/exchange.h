@@ -32,6 +32,9 @@ struct Workbench {
 std::vector<int64_t> exchange_counts(OpKind kind, const std::vector<int64_t>& in, int64_t per_rank,
                                      Group& group, const Workbench& bench);
 
+// Whether a rank alone has the results already, where they belong: there is nothing to run then.
+bool leave_alone(const std::vector<RequestPtr>& requests, const Group& group);
+
 // Requests of one kind, alike in everything but their tensors, in agreed order. `ranks` are the
 // process set's. Results and outputs are in the requests' memory and handles afterwards.
 void run_exchange(const std::vector<RequestPtr>& requests, Group& group,

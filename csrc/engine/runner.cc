@@ -178,6 +178,7 @@ void Runner::carry_out(Exchange& exchange) {
   Workbench& bench = exchange.bench;
   const Description& d = requests[0]->description;
   run_special(*requests[0]);
+  if (leave_alone(requests, exchange.group)) return agreement_.complete(requests, nullptr);
   bench.nccl = nccl_for(exchange.task.set, requests, exchange.group, bench);
   std::string why_not;
   if (nccl_ && d.on_device) why_not = nccl_->sets().refusal(exchange.task.set);

@@ -1,6 +1,7 @@
 #include "engine/watch.h"
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <set>
 #include <vector>
@@ -13,6 +14,8 @@ namespace {
 
 constexpr double kAskAfterS = 1;  // in an exchange, whether its caller was interrupted
 constexpr double kAskEveryS = 0.25;
+// Ranks that wait for each other are told after so much of the time that others may take.
+constexpr double kMutualShare = 1.0 / 6;
 
 std::string seconds(double s) { return std::to_string(static_cast<int>(s + 0.5)) + " s"; }
 
@@ -21,6 +24,21 @@ std::vector<Ledger::Stall> stalls_in(const Ledger& ledger, double now, double ag
   std::vector<Ledger::Stall> found = ledger.stalls(now, age_s);
   const auto quiet = [](const Ledger::Stall& stall) { return stall.background; };
   found.erase(std::remove_if(found.begin(), found.end(), quiet), found.end());
+  return found;
+}
+
+bool meet(const std::vector<int>& a, const std::vector<int>& b) {
+  return std::find_first_of(a.begin(), a.end(), b.begin(), b.end()) != a.end();
+}
+
+// Those in which somebody waits for a rank that waits for it in another one: their calls differ.
+std::vector<Ledger::Stall> mutual(const std::vector<Ledger::Stall>& stalls) {
+  std::vector<Ledger::Stall> found;
+  std::copy_if(stalls.begin(), stalls.end(), std::back_inserter(found), [&](const auto& one) {
+    return std::any_of(stalls.begin(), stalls.end(), [&](const auto& other) {
+      return meet(one.missing, other.waiting) && meet(one.waiting, other.missing);
+    });
+  });
   return found;
 }
 
@@ -174,8 +192,10 @@ void Watch::look_for_stalls(double now) {
     }
     agreement_.decide(runner_.idle());
   }
-  if (at_.config.stall_warn_s <= 0 || now - warned_s_ < at_.config.stall_warn_s) return;
-  const auto stalls = stalls_in(ledger, now, at_.config.stall_warn_s);
+  const double warn_s = at_.config.stall_warn_s;
+  if (warn_s <= 0 || now - warned_s_ < warn_s) return;
+  auto stalls = stalls_in(ledger, now, warn_s);
+  if (stalls.empty()) stalls = mutual(stalls_in(ledger, now, warn_s * kMutualShare));
   if (stalls.empty()) return;
   warned_s_ = now;
   const Instead instead(stalls_in(ledger, now, 0));

@@ -251,6 +251,7 @@ PYBIND11_MODULE(_core, m) {
            [](Engine& e) {
              return e.failure() ? py::object(py::str(e.failure()->what)) : py::none();
            })
+      .def("tell", &Engine::tell)
       .def("counters", [](const Engine& e) {
         const auto counters = e.counters();
         py::dict d;

@@ -278,13 +278,14 @@ say(bagua.allreduce(one(), name="next", op=bagua.Sum)[0])
     assert result.exit_code == 0, result
 
 
-def test_ranks_that_make_different_calls_hear_of_both(run):
+@pytest.mark.parametrize("warn_s", [1, 9])  # the latter is for ranks that may yet come
+def test_ranks_that_make_different_calls_hear_of_both(run, warn_s):
     result = run(
         3,
         """
 expect_error(lambda: bagua.allreduce(one(), name="odd" if me == 1 else "even"))
 """,
-        env={"BAGUA_STALL_FAIL_S": "4", "BAGUA_STALL_WARN_S": "1"},
+        env={"BAGUA_STALL_FAIL_S": "4", "BAGUA_STALL_WARN_S": str(warn_s)},
     )
     even, odd = "rank 1{}, which has called odd instead", "of which rank 0 has called even instead"
     told = f"even: {even.format(' not ready after 4 s')}; all ranks must make the same calls"
@@ -292,6 +293,25 @@ expect_error(lambda: bagua.allreduce(one(), name="odd" if me == 1 else "even"))
     assert re.search(r"\n  even: waiting \d+ s for " + even.format(""), result.stderr[0]), result
     assert re.search(rf"\n  odd: waiting \d+ s for ranks 0, 2, {odd}", result.stderr[0]), result
     assert result.exit_code == 0, result
+
+
+def test_who_waits_for_a_rank_that_waits_for_others_is_told_later(run):
+    """Rank 1 may come once rank 2 has, so no calls differ."""
+    result = run(
+        3,
+        """
+sets = bagua.add_process_set([0, 1]), bagua.add_process_set([1, 2])
+if me == 2:
+    time.sleep(4)
+for mine in reversed(sets):
+    if mine.included():
+        bagua.allreduce(one(), name="x", process_set=mine)
+say("done")
+""",
+        env={"BAGUA_STALL_WARN_S": "9"},
+    )
+    assert all("done" in text for text in result.stdout), result
+    assert not any("some ranks wait" in text for text in result.stderr), result
 
 
 def test_second_try_after_a_refusal_fails_when_the_others_do_not_come(run):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -36,6 +37,30 @@ os._exit(1)
 def test_culprit(exits, blamed):
     first = culprit([Exit(rank, "here", **how) for rank, how in enumerate(exits)])
     assert (first and first.rank) == blamed
+
+
+FORGETS = "print('trained')"
+KNOWS = "import bagua; bagua.init(); print('trained')"
+TOLD = "bagua-run: no rank called bagua.init()"
+
+
+@pytest.mark.parametrize(
+    ("count", "program", "as_script", "told"),
+    [
+        (2, FORGETS, True, True),
+        (2, KNOWS, True, False),
+        (2, f"{FORGETS}; raise SystemExit(3)", True, False),
+        (1, FORGETS, True, False),
+        (2, FORGETS, False, False),
+    ],
+)
+def test_who_forgets_init_hears_so(tmp_path, count, program, as_script, told):
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    how = [script] if as_script else ["-c", program]
+    _, out, err = run("-np", count, sys.executable, *how)
+    assert "[0] trained" in out or count == 1
+    assert err.count(TOLD) == told, err
 
 
 def test_the_culprit_may_end_last():

@@ -124,7 +124,7 @@ TEST(NcclPeers, DoNotCountInsideOneNode) {
 }
 
 TEST(NcclPeers, OfARankAloneAreNone) {
-  EXPECT_EQ(expect_as_here({0}, with("shift_one"), DType::kF32, 100, 2), 2);
+  EXPECT_EQ(expect_as_here({0}, with("shift_one"), DType::kF32, 100, 2), 0);
 }
 
 // Copies of neighbors are those of hosts, bit by bit.
