@@ -412,6 +412,12 @@ def gloo_told(interface: str, afterwards: bool) -> Iterator[None]:
             os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
 
+def tell_nccl(interfaces: str) -> None:
+    """It takes these network interfaces and no others, unless somebody has told it some."""
+    if interfaces:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interfaces}")
+
+
 def tell_launcher(word: Literal["init", "peer"]) -> None:
     """Tells bagua-run that this rank has called init(), or that it ends because of another one."""
     number = os.environ.get("BAGUA_RUN_VERDICT_FD")

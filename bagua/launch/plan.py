@@ -196,11 +196,8 @@ def _program(command: list[str], check: bool) -> list[str]:
             return [sys.executable, *command]
     if shutil.which(program) is None:
         raise UsageError(_why_not(program))
-    if (
-        len(command) > 1
-        and _is_python(program)
-        and command[1].endswith(".py")
-    ) and not Path(command[1]).is_file():
+    names_script = _is_python(program) and len(command) > 1 and command[1].endswith(".py")
+    if names_script and not Path(command[1]).is_file():
         raise UsageError(f"there is no script {command[1]}{_neighbour(Path(command[1]))}")
     return command
 

@@ -78,8 +78,8 @@ class Verdict:
         if self.script and count > 1 and not any(exit.began for exit in self.exits):
             say(
                 self.screen,
-                f"bagua-run: no rank called bagua.init(): unless they know of each other by other"
-                f" means, each of the {count} has done all of the work by itself",
+                f"bagua-run: no rank called bagua.init(), so each of the {count} did all of the"
+                " work by itself, unless the script connects them in another way",
             )
 
     def _ended_well(self) -> str:

@@ -109,8 +109,7 @@ TEST(NcclExchange, OfARankAloneMayBelongElsewhere) {
       request->set = sets[rank];
       std::vector<float>& place = elsewhere ? result : values;
       request->parts[0].out = reinterpret_cast<char*>(place.data());
-      EXPECT_EQ(gpu.exchange(engine, request, place),
-                all(place.size(), static_cast<float>(rank)));
+      EXPECT_EQ(gpu.exchange(engine, request, place), all(place.size(), static_cast<float>(rank)));
     }
   });
   EXPECT_EQ(FakeNccl::calls() - before, 2) << "one by each rank";
