@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -102,6 +103,18 @@ def check_change(
         raise UsageError(f"at() changes {odd}; it must say the same on every rank")
     if any(theirs != checksum for *_, theirs in everyone):
         _tell_choices(allgather_object(choices, f"{name}.choices", process_set), process_set)
+
+
+@contextlib.contextmanager
+def changing_to(algorithm: object) -> Iterator[None]:
+    """A rank has joined that would be needed: whoever changes hears when all are there."""
+    try:
+        yield
+    except JoinedError as error:
+        raise JoinedError(
+            f"to change to {algorithm!r} takes all ranks: {error}; do so before any calls join(), "
+            "or when that has returned everywhere"
+        ) from None
 
 
 def _check_combination(algorithm: Algorithm, compression: Any, op: ReduceOp | None) -> None:

@@ -16,7 +16,7 @@ from bagua.common.process_set import ProcessSet, checked
 from bagua.common.together import together
 from bagua.common.world import world
 from bagua.torch import capture, choice, kept, safety
-from bagua.torch.agreement import check_algorithm, check_change
+from bagua.torch.agreement import changing_to, check_algorithm, check_change
 from bagua.torch.background import Background
 from bagua.torch.between_steps import BetweenSteps
 from bagua.torch.checks import check_own
@@ -87,8 +87,9 @@ class Replicated(Wrapped):
         """What `go_on_with` takes. That it cannot is an error on all ranks, and changes nothing."""
         self._catch_up()
         self._standing.check()
-        wanted, steps = self._checked(algorithm, not self._driver.alone)
-        self._compare_scalers(at_step(wanted, 0))
+        with changing_to(algorithm):
+            wanted, steps = self._checked(algorithm, not self._driver.alone)
+            self._compare_scalers(at_step(wanted, 0))
         return wanted, steps
 
     @in_one_piece
@@ -184,6 +185,15 @@ class Replicated(Wrapped):
         if wanted == now.algorithm or self._standing.withdrawn:
             return
         capture.refuse("from here on it is %r; take some steps before", wanted)
+        with changing_to(wanted):
+            self._go_over(wanted, chosen)
+        self._tell_what_is_used()
+        if self._loaded is not None:
+            self._driver.load_state(self._loaded, self._step)
+            self._loaded = None
+
+    def _go_over(self, wanted: Algorithm, chosen: bool) -> None:
+        now = self._driver
         if not chosen:
             apart = now.alone or wanted.when == "background"
             steps = None if apart else self._step - self._since
@@ -203,10 +213,6 @@ class Replicated(Wrapped):
                 self._change_to(wanted)
             finally:
                 self._standing.make_room = lambda: None
-        self._tell_what_is_used()
-        if self._loaded is not None:
-            self._driver.load_state(self._loaded, self._step)
-            self._loaded = None
 
     def _change_to(self, algorithm: Algorithm) -> None:
         before, driver = self._driver, self._driver_of(algorithm)

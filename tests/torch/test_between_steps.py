@@ -861,13 +861,23 @@ def test_gradients_after_weights_want_all_ranks(everyone, hvd):
     if everyone.me > 0:
         optimizer.zero_grad()
         replica.backward(2)
-        with pytest.raises(hvd.UsageError, match="has joined"):
+        told = r"to change to Algorithm\(.*\) takes all ranks: .*has joined.* returned everywhere$"
+        with pytest.raises(hvd.UsageError, match=told):
             optimizer.step()
         before = values([replica])[0]
-        with pytest.raises(hvd.UsageError, match="has joined"):
+        with pytest.raises(hvd.UsageError, match=told):
             optimizer.zero_grad()
         assert all(torch.equal(a, b) for a, b in zip(before, replica.params))
     hvd.join()
+
+
+def test_another_algorithm_wants_all_ranks(everyone, hvd):
+    optimizer = hvd.DistributedOptimizer(Replica(everyone.me, "sgd").optimizer)
+    if everyone.me > 0:
+        with pytest.raises(hvd.UsageError, match="to change to 'diloco' takes all.* has joined"):
+            optimizer.set_algorithm("diloco")
+    hvd.join()
+    optimizer.set_algorithm("diloco")
 
 
 def test_ranks_change_to_the_same(everyone, hvd):
