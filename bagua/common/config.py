@@ -98,7 +98,8 @@ class Config:
     )
     stall_warn_s: float = _setting(
         60.0,
-        "warn of what some ranks have not submitted, or not shut down, for so long (0 = never)",
+        "warn of what some ranks have not submitted, or not shut down, for so long, and of ranks "
+        "that wait for each other after a sixth of it (0 = never)",
         min=0,
     )
     stall_fail_s: float = _setting(
@@ -150,7 +151,9 @@ class Config:
         choices=("auto", "always", "never"),
     )
     network_interfaces: str = _setting(
-        "", "interfaces of the control connections, separated by commas (empty = any)"
+        "",
+        "interfaces of the control connections, separated by commas (empty = any); bagua-run tells "
+        "them MPI and NCCL, too",
     )
     log_level: str = _setting(
         "warning",
@@ -410,12 +413,6 @@ def gloo_told(interface: str, afterwards: bool) -> Iterator[None]:
     finally:
         if told and not afterwards:
             os.environ.pop("GLOO_SOCKET_IFNAME", None)
-
-
-def tell_nccl(interfaces: str) -> None:
-    """It takes these network interfaces and no others, unless somebody has told it some."""
-    if interfaces:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interfaces}")
 
 
 def tell_launcher(word: Literal["init", "peer"]) -> None:

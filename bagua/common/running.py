@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from bagua.common.config import Config, malloc_is_told, nccl_shares_gpu, tell_nccl
+from bagua.common.config import Config, malloc_is_told, nccl_shares_gpu
 from bagua.common.core import core
 from bagua.common.errors import BaguaError
 from bagua.common.heap import give_back_freed, keep_freed
@@ -85,7 +85,6 @@ class World:
         settings = asdict(self.config)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             settings["inline_drive"] = False  # then all MPI is on the coordination thread
-        tell_nccl(self.config.network_interfaces)
         settings["nccl_path"] = library_path()
         settings["nccl_shares_gpu"] = nccl_shares_gpu()
         return settings

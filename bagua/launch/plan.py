@@ -83,7 +83,10 @@ def make_plan(options: Options, mpirun: str, flavour: Flavour) -> Plan:
 def _wrapped(program: list[str], options: Options, flavour: Flavour) -> list[str]:
     flags = [rank_process.FAULT_TOLERANT] if options.fault_tolerant else []
     flags += [rank_process.OWN_GPU] if options.own_gpu else []
-    for name, value in flavour.suggested.items():
+    suggested = dict(flavour.suggested)
+    if interfaces := options.settings.get("network_interfaces"):
+        suggested["NCCL_SOCKET_IFNAME"] = f"={interfaces}"
+    for name, value in suggested.items():
         flags += [rank_process.SUGGEST, f"{name}={value}"]
     return [sys.executable, "-IS", os.path.abspath(rank_process.__file__), *flags, *program]
 
@@ -207,8 +210,18 @@ def _is_python(program: str) -> bool:
 
 
 def _is_script(program: list[str]) -> bool:
-    files = [word for word in program[:4] if word.endswith(".py") or word == "-m"]
-    return program[0] in files or (_is_python(program[0]) and bool(files))
+    """Whether Python runs it from a file or a module, and not from the command line."""
+    if not _is_python(program[0]):
+        return program[0].endswith(".py")
+    words = iter(program[1:])
+    for word in words:
+        if word in ("-W", "-X"):
+            next(words, None)
+        elif word == "-m" or not word.startswith("-"):
+            return True
+        elif word == "-c":
+            return False
+    return False
 
 
 def _why_not(program: str) -> str:

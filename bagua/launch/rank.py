@@ -431,7 +431,7 @@ def _read_verdict(fd: int) -> list[str]:
     """The words of the program, now ended."""
     os.set_blocking(fd, False)
     try:
-        return os.read(fd, 64).decode(errors="replace").split()
+        return os.read(fd, CHUNK).decode(errors="replace").split()
     except BlockingIOError:  # something it started, out of our reach, still holds the other end
         return []
 

@@ -78,8 +78,9 @@ class Verdict:
         if self.script and count > 1 and not any(exit.began for exit in self.exits):
             say(
                 self.screen,
-                f"bagua-run: no rank called bagua.init(), so each of the {count} did all of the"
-                " work by itself, unless the script connects them in another way",
+                f"bagua-run: no rank called bagua.init() in the process that was started, so each"
+                f" of the {count} did all of the work by itself, unless processes below or another"
+                " library connect them",
             )
 
     def _ended_well(self) -> str:

@@ -49,13 +49,11 @@ def with_codec(algorithm: Algorithm, compression: Any) -> Algorithm:
     return replace(algorithm, codec=compression.codec)
 
 
-def tell_what_is_used(
-    algorithm: Algorithm, optimizer: object, step: int, process_set: ProcessSet
-) -> None:
+def tell_what_is_used(algorithm: Algorithm, by: str, step: int, process_set: ProcessSet) -> None:
     """To who asks for it by log_level info."""
     if world().rank == process_set.ranks[0]:
         begins = f", from step {step} on" if step else ""
-        world().engine.tell(f"{type(optimizer).__name__} communicates by {algorithm!r}{begins}")
+        world().engine.tell(f"{by} communicates by {algorithm!r}{begins}")
 
 
 def tell_what_is_overruled(by: Choice, chosen: Algorithm, process_set: ProcessSet) -> None:

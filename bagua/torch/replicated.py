@@ -55,6 +55,7 @@ class Replicated(Wrapped):
         self._step = 0
         self._since = 0  # the step from which the algorithm counts
         self._resting = False  # nothing is begun in the background
+        self._told: Algorithm | None = None  # to the log
         self._scaling = Scaling()
         self._loaded: dict[str, Any] | None = None  # of an algorithm that comes with the next step
         self._standing = Standing(process_set)
@@ -187,7 +188,6 @@ class Replicated(Wrapped):
         capture.refuse("from here on it is %r; take some steps before", wanted)
         with changing_to(wanted):
             self._go_over(wanted, chosen)
-        self._tell_what_is_used()
         if self._loaded is not None:
             self._driver.load_state(self._loaded, self._step)
             self._loaded = None
@@ -203,6 +203,7 @@ class Replicated(Wrapped):
         shares_steps = wanted.what in ("grad", "momentum")
         if isinstance(now, Gradients) and shares_steps:
             now.change(wanted)
+            self._tell_what_is_used()
         else:
             if isinstance(now, BetweenSteps) and shares_steps:
                 now.hand_over()
@@ -218,10 +219,14 @@ class Replicated(Wrapped):
         before, driver = self._driver, self._driver_of(algorithm)
         driver.passes_per_step, driver.paused = before.passes_per_step, before.paused
         self._driver = driver
+        self._tell_what_is_used()
 
     def _tell_what_is_used(self) -> None:
         now = self._driver.algorithm
-        choice.tell_what_is_used(now, self.inner, self._step, self._process_set)
+        if now != self._told:
+            by = f"{self._standing.prefix} ({type(self.inner).__name__})"
+            choice.tell_what_is_used(now, by, self._step, self._process_set)
+        self._told = now
 
     def _compare_scalers(self, wanted: Algorithm) -> None:
         """Refuses those that differ where ranks are about to exchange gradients."""

@@ -113,27 +113,15 @@ void exchange_reducescatter(const Request& request, Group& group, const Workbenc
   }
 }
 
-// Nothing is done to what it has, and its result is in the same place.
-bool stays(const Request& request) {
+}  // namespace
+
+bool stays_alone(const Request& request) {
   const Description& d = request.description;
   const bool same = d.kind == OpKind::kBroadcast ||
                     (d.kind == OpKind::kAllreduce && d.prescale == 1 && d.postscale == 1);
   const auto in_place = [](const Part& part) { return part.in == part.out; };
   return same && std::all_of(request.parts.begin(), request.parts.end(), in_place) &&
          (!request.device || request.starts.size() == 1);
-}
-
-}  // namespace
-
-bool leave_alone(const std::vector<RequestPtr>& requests, const Group& group) {
-  const auto all_stay = [&] {
-    return std::all_of(requests.begin(), requests.end(), [](const auto& r) { return stays(*r); });
-  };
-  if (group.size() > 1 || !all_stay()) return false;
-  for (const RequestPtr& request : requests)
-    if (request->device)
-      request->handle->returned_to(*request->device, request->starts[0], /*may_fail=*/false);
-  return true;
 }
 
 std::vector<int64_t> exchange_counts(OpKind kind, const std::vector<int64_t>& in, int64_t per_rank,

@@ -32,8 +32,8 @@ struct Workbench {
 std::vector<int64_t> exchange_counts(OpKind kind, const std::vector<int64_t>& in, int64_t per_rank,
                                      Group& group, const Workbench& bench);
 
-// Whether a rank alone has the results already, where they belong: there is nothing to run then.
-bool leave_alone(const std::vector<RequestPtr>& requests, const Group& group);
+// Whether a rank alone has its result already, where it belongs and from its start on.
+bool stays_alone(const Request& request);
 
 // Requests of one kind, alike in everything but their tensors, in agreed order. `ranks` are the
 // process set's. Results and outputs are in the requests' memory and handles afterwards.

@@ -178,7 +178,7 @@ void Runner::carry_out(Exchange& exchange) {
   Workbench& bench = exchange.bench;
   const Description& d = requests[0]->description;
   run_special(*requests[0]);
-  if (leave_alone(requests, exchange.group)) return agreement_.complete(requests, nullptr);
+  if (leave_alone(exchange)) return agreement_.complete(requests, nullptr);
   bench.nccl = nccl_for(exchange.task.set, requests, exchange.group, bench);
   std::string why_not;
   if (nccl_ && d.on_device) why_not = nccl_->sets().refusal(exchange.task.set);
@@ -201,6 +201,20 @@ void Runner::carry_out(Exchange& exchange) {
   exchange.count();
   exchange.tell_odd();
   agreement_.complete(requests, nullptr);
+}
+
+// Whether nobody has anything to do for it.
+bool Runner::leave_alone(const Exchange& exchange) {
+  const auto& requests = exchange.requests;
+  const auto stays = [](const RequestPtr& request) { return stays_alone(*request); };
+  if (exchange.group.size() > 1 || !std::all_of(requests.begin(), requests.end(), stays))
+    return false;
+  for (const RequestPtr& request : requests) {
+    if (!request->device) continue;
+    request->device->let_go();
+    request->handle->returned_to(*request->device, request->starts[0], /*may_fail=*/false);
+  }
+  return true;
 }
 
 // With zeros.

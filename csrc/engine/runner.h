@@ -99,6 +99,7 @@ class Runner {
   size_t free_place();
   Exchange& open_exchange();
   void carry_out(Exchange& exchange);
+  static bool leave_alone(const Exchange& exchange);
   void furnish(Request& request);
   Staging* staging_for(const std::vector<RequestPtr>& requests);
   NcclExchange* nccl_for(int32_t set, const std::vector<RequestPtr>& requests, Group& group,

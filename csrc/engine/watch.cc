@@ -1,9 +1,6 @@
 #include "engine/watch.h"
 
 #include <algorithm>
-#include <iterator>
-#include <map>
-#include <set>
 #include <vector>
 
 #include "common/clock.h"
@@ -14,58 +11,12 @@ namespace {
 
 constexpr double kAskAfterS = 1;  // in an exchange, whether its caller was interrupted
 constexpr double kAskEveryS = 0.25;
-// Ranks that wait for each other are told after so much of the time that others may take.
+// Ranks that wait for each other are told of after so much of the time that others may take; they
+// are looked for so often in that.
 constexpr double kMutualShare = 1.0 / 6;
+constexpr double kMutualLooks = 4;
 
 std::string seconds(double s) { return std::to_string(static_cast<int>(s + 0.5)) + " s"; }
-
-// Those that anybody waits for.
-std::vector<Ledger::Stall> stalls_in(const Ledger& ledger, double now, double age_s) {
-  std::vector<Ledger::Stall> found = ledger.stalls(now, age_s);
-  const auto quiet = [](const Ledger::Stall& stall) { return stall.background; };
-  found.erase(std::remove_if(found.begin(), found.end(), quiet), found.end());
-  return found;
-}
-
-bool meet(const std::vector<int>& a, const std::vector<int>& b) {
-  return std::find_first_of(a.begin(), a.end(), b.begin(), b.end()) != a.end();
-}
-
-// Those in which somebody waits for a rank that waits for it in another one: their calls differ.
-std::vector<Ledger::Stall> mutual(const std::vector<Ledger::Stall>& stalls) {
-  std::vector<Ledger::Stall> found;
-  std::copy_if(stalls.begin(), stalls.end(), std::back_inserter(found), [&](const auto& one) {
-    return std::any_of(stalls.begin(), stalls.end(), [&](const auto& other) {
-      return meet(one.missing, other.waiting) && meet(one.waiting, other.missing);
-    });
-  });
-  return found;
-}
-
-// What a rank that others wait for has called instead of what they have: then the calls differ.
-class Instead {
- public:
-  explicit Instead(const std::vector<Ledger::Stall>& open) {
-    for (const auto& stall : open)
-      for (const int rank : stall.waiting) called_[rank].insert(stall.label);
-  }
-  std::string of(const Ledger::Stall& stall) const {
-    const auto here = called_.find(stall.waiting.empty() ? -1 : stall.waiting[0]);
-    for (const int rank : stall.missing) {
-      const auto there = called_.find(rank);
-      if (there == called_.end() || here == called_.end()) continue;
-      for (const std::string& label : there->second)
-        if (here->second.count(label) == 0)
-          return (stall.missing.size() > 1 ? ", of which rank " + std::to_string(rank)
-                                           : ", which") +
-                 " has called " + label + " instead";
-    }
-    return "";
-  }
-
- private:
-  std::map<int, std::set<std::string>> called_;  // by rank
-};
 
 }  // namespace
 
@@ -172,6 +123,23 @@ void Watch::look_for_carried(double now) {
                     "(carriers)");
 }
 
+// Those that a warning is due of: of late ranks from time to time, of such as wait for each other
+// once that is clear.
+Stalls Watch::untold_stalls(double now) {
+  const Ledger& ledger = *agreement_.ledger();
+  const double warn_s = at_.config.stall_warn_s, mutual_s = warn_s * kMutualShare;
+  if (now - warned_s_ >= warn_s) {
+    Stalls late = stalls_in(ledger, now, warn_s);
+    if (!late.empty()) return late;
+  }
+  if (now - looked_s_ < mutual_s / kMutualLooks) return {};
+  looked_s_ = now;
+  Stalls mutual = mutual_stalls_in(ledger, now, mutual_s);
+  const auto told = [&](const auto& stall) { return stall.since_s + mutual_s < warned_s_; };
+  mutual.erase(std::remove_if(mutual.begin(), mutual.end(), told), mutual.end());
+  return mutual;
+}
+
 void Watch::look_for_stalls(double now) {
   const Ledger& ledger = *agreement_.ledger();
   if (at_.config.stall_fail_s > 0) {
@@ -192,10 +160,8 @@ void Watch::look_for_stalls(double now) {
     }
     agreement_.decide(runner_.idle());
   }
-  const double warn_s = at_.config.stall_warn_s;
-  if (warn_s <= 0 || now - warned_s_ < warn_s) return;
-  auto stalls = stalls_in(ledger, now, warn_s);
-  if (stalls.empty()) stalls = mutual(stalls_in(ledger, now, warn_s * kMutualShare));
+  if (at_.config.stall_warn_s <= 0) return;
+  const Stalls stalls = untold_stalls(now);
   if (stalls.empty()) return;
   warned_s_ = now;
   const Instead instead(stalls_in(ledger, now, 0));

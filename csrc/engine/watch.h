@@ -10,6 +10,7 @@
 #include "engine/door.h"
 #include "engine/liveness.h"
 #include "engine/runner.h"
+#include "engine/stalls.h"
 #include "engine/station.h"
 
 namespace bagua {
@@ -45,6 +46,7 @@ class Watch {
  private:
   bool leaving() const { return agreement_.has_left(at_.rank); }
   void look_for_stalls(double now);
+  Stalls untold_stalls(double now);
   void look_for_stragglers(double now);
   void look_for_carried(double now);
   bool carries(int rank) const;
@@ -59,6 +61,7 @@ class Watch {
   std::vector<bool> expected_to_leave_;  // by rank
   double ticked_s_ = 0;
   double warned_s_ = 0, device_warned_s_ = 0;
+  double looked_s_ = 0;  // for ranks that wait for each other
   bool advised_ = false;
   double asked_s_ = 0;  // when the caller that drives was last asked whether it was interrupted
   double left_s_ = 0;   // when this rank shut down

@@ -125,23 +125,6 @@ def test_nccl_s_own_variable(monkeypatch, text, shares):
     assert nccl_shares_gpu() == shares
 
 
-@pytest.mark.parametrize(
-    ("asked", "told", "said"),
-    [("", None, "None"), ("lo", None, "=lo"), ("lo", "eth", "eth")],
-)
-def test_nccl_takes_the_same_network_interfaces(monkeypatch, asked, told, said):
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    if told is not None:
-        monkeypatch.setenv("NCCL_SOCKET_IFNAME", told)
-    program = (
-        f"import bagua, os; bagua.init(network_interfaces={asked!r})\n"
-        "print(os.environ.get('NCCL_SOCKET_IFNAME'))"
-    )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=outside_a_job(), capture_output=True, text=True, check=True)
-    assert done.stdout == f"{said}\n"
-
-
 def start_alone(loads_later: str = "", log_level: str = "info", **settings: Any) -> str:
     """What a rank logs and prints that starts by itself, and then loads a library."""
     program = (

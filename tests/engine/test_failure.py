@@ -314,6 +314,25 @@ say("done")
     assert not any("some ranks wait" in text for text in result.stderr), result
 
 
+def test_ranks_that_go_on_meanwhile_are_told_later(run):
+    """What each has called and the other has not may yet come, as that of a long backward pass."""
+    result = run(
+        2,
+        """
+early = bagua.allreduce_async(one(), name="ab"[me])
+for step in range(8):
+    time.sleep(0.5)
+    bagua.allreduce(one(), name="step")
+late = bagua.allreduce_async(one(), name="ba"[me])
+early.wait(), late.wait()
+say("done")
+""",
+        env={"BAGUA_STALL_WARN_S": "9"},
+    )
+    assert all("done" in text for text in result.stdout), result
+    assert not any("some ranks wait" in text for text in result.stderr), result
+
+
 def test_second_try_after_a_refusal_fails_when_the_others_do_not_come(run):
     result = run(
         2,

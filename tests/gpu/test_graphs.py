@@ -1,7 +1,7 @@
 """Whole steps, captured in a CUDA graph and replayed, are what the same steps are without one.
 
-What goes by the host is refused, of which a rank alone has nothing here; make test-gpu runs this
-both without NCCL and with it.
+What goes by the host is refused; a rank alone needs NCCL only for what it scales. make test-gpu
+runs this both without NCCL and with it.
 """
 
 import pytest
@@ -16,14 +16,14 @@ pytestmark = pytest.mark.ranks(1, 2)
 class Trained:
     """A model that takes steps with the inputs that are in its place for them."""
 
-    def __init__(self, hvd, algorithm):
+    def __init__(self, hvd, algorithm, **keywords):
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(
             torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.Linear(64, 5)
         ).cuda()
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.05)
         named = self.model.named_parameters()
-        self.optimizer = hvd.DistributedOptimizer(sgd, named, algorithm=algorithm)
+        self.optimizer = hvd.DistributedOptimizer(sgd, named, algorithm=algorithm, **keywords)
         self.inputs = torch.empty(16, 20, device="cuda")
 
     def step(self):
@@ -37,11 +37,13 @@ def draw_for(hvd):
     return lambda: torch.randn(16, 20, generator=generator)
 
 
+@pytest.mark.parametrize("factor", [1.0, 2.0])
 @pytest.mark.parametrize(
     "algorithm", ["gradient_allreduce", "bytegrad", Algorithm(codec="topk", density=0.1)]
 )
-def test_a_whole_step_is_captured_or_refused(hvd, algorithm):
-    eager, graphed = Trained(hvd, algorithm), Trained(hvd, algorithm)
+def test_a_whole_step_is_captured_or_refused(hvd, algorithm, factor):
+    scaled = {"gradient_predivide_factor": factor}
+    eager, graphed = (Trained(hvd, algorithm, **scaled) for _ in range(2))
     draw = draw_for(hvd)
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
@@ -53,7 +55,7 @@ def test_a_whole_step_is_captured_or_refused(hvd, algorithm):
                 one.step()
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    if hvd.size() > 1 and not has_nccl(hvd):
+    if (hvd.size() > 1 or factor != 1) and not has_nccl(hvd):
         refused = pytest.raises(hvd.UsageError, match="cannot be captured in a CUDA graph")
         with refused, torch.cuda.graph(graph):
             graphed.step()

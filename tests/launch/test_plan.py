@@ -96,6 +96,27 @@ def test_golden_commands(flavour, golden):
     assert made.environment == ({variable: "-p 22"} if variable else {})
 
 
+@pytest.mark.parametrize("flavour", GOLDEN)
+def test_nccl_is_told_the_same_network_interfaces(flavour):
+    made = plan("-np 2 --network-interfaces lo,eth0 true", flavour)
+    assert made.command[-3:] == ["--suggest", "NCCL_SOCKET_IFNAME==lo,eth0", "true"]
+
+
+@pytest.mark.parametrize(
+    ("program", "script"),
+    [
+        ("python -u -X dev -W ignore {here} --lr 1", True),
+        ("-m http.server", True),
+        ("{here}", True),
+        ("python -c pass {here}", False),
+        ("python", False),
+        ("true {here}", False),
+    ],
+)
+def test_what_is_a_script(program, script):
+    assert plan(f"-np 2 {program.format(here=__file__)}").script == script
+
+
 def test_oversubscribe_above_the_cores_only():
     assert words("-np 2 true") == "-np 2 --bind-to none"
     assert words("-np 3 true") == "-np 3 --oversubscribe --bind-to none"

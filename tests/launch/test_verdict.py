@@ -41,7 +41,7 @@ def test_culprit(exits, blamed):
 
 FORGETS = "print('trained')"
 KNOWS = "import bagua; bagua.init(); print('trained')"
-TOLD = "bagua-run: no rank called bagua.init()"
+TOLD = "bagua-run: no rank called bagua.init() in the process that was started"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_who_forgets_init_hears_so(tmp_path, count, program, as_script, told):
     script.write_text(program)
     how = [script] if as_script else ["-c", program]
     _, out, err = run("-np", count, sys.executable, *how)
-    assert "[0] trained" in out or count == 1
+    assert "trained" in out
     assert err.count(TOLD) == told, err
 
 

@@ -874,7 +874,7 @@ def test_gradients_after_weights_want_all_ranks(everyone, hvd):
 def test_another_algorithm_wants_all_ranks(everyone, hvd):
     optimizer = hvd.DistributedOptimizer(Replica(everyone.me, "sgd").optimizer)
     if everyone.me > 0:
-        with pytest.raises(hvd.UsageError, match="to change to 'diloco' takes all.* has joined"):
+        with pytest.raises(hvd.UsageError, match=r"to change to 'diloco' takes all.* has joined"):
             optimizer.set_algorithm("diloco")
     hvd.join()
     optimizer.set_algorithm("diloco")

@@ -27,7 +27,7 @@ optimizer.settle()
 
 
 def told(result):
-    pattern = re.compile(r"SGD communicates by (\w+)\(.*?\)(.*)")
+    pattern = re.compile(r"optimizer\.0 \(SGD\) communicates by (\w+)\(.*?\)(.*)")
     return [[match.groups() for match in pattern.finditer(text)] for text in result.stderr]
 
 

@@ -124,7 +124,10 @@ TEST(NcclPeers, DoNotCountInsideOneNode) {
 }
 
 TEST(NcclPeers, OfARankAloneAreNone) {
-  EXPECT_EQ(expect_as_here({0}, with("shift_one"), DType::kF32, 100, 2), 0);
+  Description how = with("shift_one");
+  EXPECT_EQ(expect_as_here({0}, how, DType::kF32, 100, 2), 0);
+  how.postscale = 0.75;  // which takes more than leaving them where they are
+  EXPECT_EQ(expect_as_here({0}, how, DType::kF32, 100, 2), 2);
 }
 
 // Copies of neighbors are those of hosts, bit by bit.

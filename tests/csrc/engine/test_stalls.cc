@@ -1,0 +1,126 @@
+// Which of the requests that some ranks have made are worth a word, by a clock of our own.
+#include "engine/stalls.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+namespace bagua {
+namespace {
+
+constexpr double kAgeS = 10;
+
+// Ranks that tell rank 0 what they call.
+class Calls {
+ public:
+  explicit Calls(int size) : ledger_(size), size_(size) {}
+  void call(int rank, const std::string& name, int32_t set = 0, bool background = false) {
+    Description d;
+    d.add_tensor(DType::kF32, {1});
+    d.background = background;
+    tell(rank, {{name, 0}, d.encode(), ""}, set);
+  }
+  int32_t add_set(const std::vector<int64_t>& ranks) {
+    Description d;
+    d.kind = OpKind::kAddProcessSet;
+    d.layout = ranks;
+    ++unnamed_;
+    for (int rank = 0; rank < size_; ++rank) tell(rank, {{"", unnamed_}, d.encode(), ""});
+    ledger_.take();
+    return ++sets_;
+  }
+  void pass(double s) { now_s_ += s; }
+  std::vector<std::string> mutual(double age_s = kAgeS) const {
+    std::vector<std::string> labels;
+    for (const auto& stall : mutual_stalls_in(ledger_, now_s_, age_s))
+      labels.push_back(stall.label);
+    return labels;
+  }
+
+ private:
+  void tell(int rank, const Report::Full& full, int32_t set = 0) {
+    Report report;
+    report.set = set;
+    report.full.push_back(full);
+    ledger_.report(rank, report, now_s_);
+  }
+  Ledger ledger_;
+  const int size_;
+  double now_s_ = 100;
+  uint64_t unnamed_ = 0;
+  int32_t sets_ = 0;
+};
+using Labels = std::vector<std::string>;
+
+TEST(Stalls, OfRanksThatWaitForEachOther) {
+  Calls calls(3);
+  calls.call(0, "a");
+  calls.call(1, "b");
+  calls.call(2, "a");
+  calls.pass(kAgeS - 1);
+  EXPECT_EQ(calls.mutual(), Labels{});
+  calls.pass(1);
+  EXPECT_EQ(calls.mutual(), (Labels{"a", "b"}));
+}
+
+TEST(Stalls, OfALateRankAreNone) {
+  Calls calls(3);
+  calls.call(0, "a");
+  calls.call(0, "b");
+  calls.call(2, "a");
+  calls.pass(2 * kAgeS);
+  EXPECT_EQ(calls.mutual(), Labels{});
+}
+
+// They compute meanwhile: what the others wait for may come.
+TEST(Stalls, OfRanksThatGoOnAreNone) {
+  Calls calls(2);
+  calls.call(0, "a");
+  calls.call(1, "b");
+  calls.pass(kAgeS - 1);
+  for (const int rank : {0, 1}) calls.call(rank, "meanwhile");
+  calls.pass(kAgeS - 1);
+  EXPECT_EQ(calls.mutual(), Labels{});
+  calls.call(0, "late");
+  calls.pass(2);
+  EXPECT_EQ(calls.mutual(), Labels{}) << "one goes on";
+  calls.pass(kAgeS);
+  EXPECT_EQ(calls.mutual(), (Labels{"a", "b", "late"}));
+}
+
+TEST(Stalls, OfSeveralProcessSets) {
+  Calls calls(3);
+  const int32_t first = calls.add_set({0, 1}), second = calls.add_set({1, 2});
+  calls.call(0, "a", first);
+  calls.call(1, "b", second);
+  calls.pass(kAgeS);
+  EXPECT_EQ(calls.mutual(), Labels{}) << "rank 2 may come, and then rank 1";
+  calls.call(2, "c");
+  calls.pass(kAgeS);
+  EXPECT_EQ(calls.mutual(), (Labels{"c", "b"}));
+}
+
+TEST(Stalls, InTheBackgroundAreNone) {
+  Calls calls(2);
+  calls.call(0, "a", 0, /*background=*/true);
+  calls.call(1, "b");
+  calls.pass(kAgeS);
+  EXPECT_EQ(calls.mutual(), Labels{});
+}
+
+// Rank 0 answers others meanwhile: it must not take long.
+TEST(Stalls, OfManyTensorsOfManyRanks) {
+  constexpr int kRanks = 512, kTensors = 200;
+  Calls calls(kRanks);
+  for (int i = 0; i < kTensors; ++i)
+    for (int rank = 0; rank < kRanks / 2; ++rank) calls.call(rank, std::to_string(i));
+  calls.pass(kAgeS);
+  EXPECT_EQ(calls.mutual(), Labels{});
+  calls.call(kRanks - 1, "other");
+  calls.pass(kAgeS);
+  EXPECT_EQ(calls.mutual().size(), kTensors + 1u);
+}
+
+}  // namespace
+}  // namespace bagua
