@@ -417,11 +417,11 @@ def gloo_told(interface: str, afterwards: bool) -> Iterator[None]:
 
 def tell_launcher(word: Literal["init", "peer"]) -> None:
     """Tells bagua-run that this rank has called init(), or that it ends because of another one."""
-    number = os.environ.get("BAGUA_RUN_VERDICT_FD")
-    if number is not None:
-        with contextlib.suppress(OSError, ValueError):
-            if stat.S_ISFIFO(os.fstat(int(number)).st_mode):
-                os.write(int(number), f"{word}\n".encode())
+    number, _, pipe = os.environ.get("BAGUA_RUN_VERDICT_FD", "").partition(":")
+    with contextlib.suppress(OSError, ValueError):
+        there = os.fstat(int(number))  # perhaps something else that the program has opened since
+        if stat.S_ISFIFO(there.st_mode) and there.st_ino == int(pipe):
+            os.write(int(number), f"{word}\n".encode())
 
 
 def torchrun_size() -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bagua.common.config import nearest
+from bagua.common.config import nearest, variable
 from bagua.common.errors import UsageError
 from bagua.launch import rank as rank_process
 from bagua.launch.flags import Options, flag_environment
@@ -64,8 +64,7 @@ def make_plan(options: Options, mpirun: str, flavour: Flavour) -> Plan:
             )
     words += _binding(options, flavour)
     environment = _ssh(options, flavour, words)
-    if remote and "network_interfaces" in options.settings:
-        interfaces = options.settings["network_interfaces"]
+    if remote and (interfaces := _interfaces(options)):
         words += told(flavour.interfaces, all=interfaces, first=interfaces.partition(",")[0])
     if options.fault_tolerant:
         if flavour.fault_tolerant is None:
@@ -80,11 +79,18 @@ def make_plan(options: Options, mpirun: str, flavour: Flavour) -> Plan:
     return Plan(count, remote, script, [mpirun, *words], environment, notes)
 
 
+def _interfaces(options: Options) -> str:
+    """As the ranks will read it: separated by commas alone."""
+    outside = os.environ.get(variable("network_interfaces"), "")
+    names = options.settings.get("network_interfaces", outside).split(",")
+    return ",".join(filter(None, map(str.strip, names)))
+
+
 def _wrapped(program: list[str], options: Options, flavour: Flavour) -> list[str]:
     flags = [rank_process.FAULT_TOLERANT] if options.fault_tolerant else []
     flags += [rank_process.OWN_GPU] if options.own_gpu else []
     suggested = dict(flavour.suggested)
-    if interfaces := options.settings.get("network_interfaces"):
+    if interfaces := _interfaces(options):
         suggested["NCCL_SOCKET_IFNAME"] = f"={interfaces}"
     for name, value in suggested.items():
         flags += [rank_process.SUGGEST, f"{name}={value}"]
@@ -215,12 +221,15 @@ def _is_script(program: list[str]) -> bool:
         return program[0].endswith(".py")
     words = iter(program[1:])
     for word in words:
-        if word in ("-W", "-X"):
-            next(words, None)
-        elif word == "-m" or not word.startswith("-"):
+        if not word.startswith("-"):
             return True
-        elif word == "-c":
-            return False
+        # Letters may share a word: of those that take something, the first takes the rest of it.
+        letters = "" if word.startswith("--") else word[1:]
+        takes = next((letter for letter in letters if letter in "cmWX"), "")
+        if takes in ("c", "m"):
+            return takes == "m"
+        if takes and letters.endswith(takes):
+            next(words, None)
     return False
 
 

@@ -14,9 +14,9 @@ Standard input is rank 0's alone, the others read /dev/null. Rank 0's wrapper as
 `R` and gets it in `S` (an empty one is the end); it asks for the next once the program has taken
 this one, so that at most one piece is on its way and no order ever waits behind input.
 
-Into the descriptor that BAGUA_RUN_VERDICT_FD numbers a program writes words, a line each: `init`
-when it calls bagua.init(), and `peer` if it ends because of another rank: then it is not taken for
-the culprit.
+Into the pipe that BAGUA_RUN_VERDICT_FD names, by descriptor:inode, a program writes words, a line
+each: `init` when it calls bagua.init(), and `peer` if it ends because of another rank: then it is
+not taken for the culprit.
 """
 
 from __future__ import annotations
@@ -410,7 +410,8 @@ def _spawn(command: list[str], has_input: bool) -> _Program:
         os.dup2(input_read, 0)
         os.dup2(out_write, 1)
         os.dup2(err_write, 2)
-        os.environ[VERDICT_FD] = str(_inheritable(verdict_write))
+        inode = os.fstat(verdict_write).st_ino  # by which the program knows that it is this pipe
+        os.environ[VERDICT_FD] = f"{_inheritable(verdict_write)}:{inode}"
         _become(command)
     with contextlib.suppress(OSError):
         os.setpgid(child, child)  # here too: whichever process comes first

@@ -78,9 +78,8 @@ class Verdict:
         if self.script and count > 1 and not any(exit.began for exit in self.exits):
             say(
                 self.screen,
-                f"bagua-run: no rank called bagua.init() in the process that was started, so each"
-                f" of the {count} did all of the work by itself, unless processes below or another"
-                " library connect them",
+                "bagua-run: no rank has told of a bagua.init(): unless child processes or another"
+                f" library connect them, each of the {count} did all of the work by itself",
             )
 
     def _ended_well(self) -> str:

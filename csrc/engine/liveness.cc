@@ -1,12 +1,20 @@
 #include "engine/liveness.h"
 
+#include <utility>
+
 namespace bagua {
 namespace {
 constexpr double kIntervalS = 1;  // between pings to one peer
-}
+constexpr const char* kWaits = "waits";
+}  // namespace
 
-Liveness::Liveness(Channel& channel, int rank, int size, double timeout_s)
-    : channel_(channel), rank_(rank), timeout_s_(timeout_s), peers_(static_cast<size_t>(size)) {
+Liveness::Liveness(Channel& channel, int rank, int size, double timeout_s,
+                   std::function<bool()> waits)
+    : channel_(channel),
+      rank_(rank),
+      timeout_s_(timeout_s),
+      waits_(std::move(waits)),
+      peers_(static_cast<size_t>(size)) {
   for (int peer = 0; peer < size; ++peer)
     peers_[peer].gone = peer == rank || (peer != 0 && rank != 0);
 }
@@ -19,10 +27,11 @@ bool Liveness::handle(const Message& message, MessageType type, double now_s) {
       channel_.send(message.from, text_message(MessageType::kPong));
       return true;
     case MessageType::kPing:
-      channel_.send(message.from, text_message(MessageType::kPong));
+      channel_.send(message.from, text_message(MessageType::kPong, waits_() ? kWaits : ""));
       return true;
     case MessageType::kPong:
       peer.pinged_s = 0;
+      peer.waits = message.bytes == text_message(MessageType::kPong, kWaits);
       return true;
     default:
       peer.pinged_s = 0;  // any word is a sign of life

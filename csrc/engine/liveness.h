@@ -3,6 +3,7 @@
 // process runs answers from its coordination thread, however long its model computes.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "control/channel.h"
@@ -12,8 +13,9 @@ namespace bagua {
 
 class Liveness {
  public:
-  // timeout_s: how long a ping may stay unanswered; 0 turns the whole thing off.
-  Liveness(Channel& channel, int rank, int size, double timeout_s);
+  // timeout_s: how long a ping may stay unanswered; 0 turns the whole thing off. `waits`: whether a
+  // thread of this rank waits for others.
+  Liveness(Channel& channel, int rank, int size, double timeout_s, std::function<bool()> waits);
 
   // True when the message was about liveness and is dealt with.
   bool handle(const Message& message, MessageType type, double now_s);
@@ -24,16 +26,20 @@ class Liveness {
   int tick(double now_s, bool waiting);
   // Whether rank 0 must keep ticking on behalf of others.
   bool asked(double now_s) const { return rank_ == 0 && now_s - asked_s_ < 3; }
+  // Whether a thread of that rank waited when it answered last, as rank 0 knows.
+  bool waits(int rank) const { return rank == rank_ ? waits_() : peers_[rank].waits; }
 
  private:
   struct Peer {
     bool gone = false;
+    bool waits = false;
     double pinged_s = 0;  // the oldest ping not answered yet, 0 for none
     double sent_s = 0;    // the latest ping
   };
   Channel& channel_;
   const int rank_;
   const double timeout_s_;
+  const std::function<bool()> waits_;
   double asked_s_ = -1e9;
   std::vector<Peer> peers_;  // by rank; those without a connection are gone from the start
 };

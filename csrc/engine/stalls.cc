@@ -20,6 +20,23 @@ bool meet(const std::vector<int>& a, const std::vector<int>& b) {
   return false;
 }
 
+// Those from which somebody who is waited for waits on, and on, until it is for one who waits here.
+std::set<Sides> on_circles(const std::set<Sides>& all) {
+  const std::vector<Sides> sides(all.begin(), all.end());
+  const size_t n = sides.size();
+  std::vector<std::vector<bool>> leads(n, std::vector<bool>(n));
+  for (size_t i = 0; i < n; ++i)
+    for (size_t j = 0; j < n; ++j) leads[i][j] = meet(sides[i].second, sides[j].first);
+  for (size_t by = 0; by < n; ++by)
+    for (size_t i = 0; i < n; ++i)
+      for (size_t j = 0; j < n; ++j)
+        if (leads[i][by] && leads[by][j]) leads[i][j] = true;
+  std::set<Sides> found;
+  for (size_t i = 0; i < n; ++i)
+    if (leads[i][i]) found.insert(sides[i]);
+  return found;
+}
+
 }  // namespace
 
 Stalls stalls_in(const Ledger& ledger, double now_s, double age_s) {
@@ -29,25 +46,23 @@ Stalls stalls_in(const Ledger& ledger, double now_s, double age_s) {
   return found;
 }
 
-Stalls mutual_stalls_in(const Ledger& ledger, double now_s, double age_s) {
+Stalls mutual_stalls_in(const Ledger& ledger, double now_s, double age_s,
+                        const std::function<bool(int)>& waits) {
   Stalls found = stalls_in(ledger, now_s, age_s);
-  const auto silent = [&](const std::vector<int>& ranks) {
+  const auto stuck = [&](const std::vector<int>& ranks) {
     std::vector<int> those;
     std::copy_if(ranks.begin(), ranks.end(), std::back_inserter(those),
-                 [&](int rank) { return now_s - ledger.heard_s(rank) >= age_s; });
+                 [&](int rank) { return now_s - ledger.heard_s(rank) >= age_s && waits(rank); });
     std::sort(those.begin(), those.end());
     return those;
   };
   const auto sides_of = [&](const Ledger::Stall& stall) {
-    return Sides{silent(stall.waiting), silent(stall.missing)};
+    return Sides{stuck(stall.waiting), stuck(stall.missing)};
   };
   std::set<Sides> sides;
   for (auto it = found.begin(); it != found.end() && sides.size() < kMostSides; ++it)
     sides.insert(sides_of(*it));
-  std::set<Sides> mutual;
-  for (const Sides& one : sides)
-    for (const Sides& other : sides)
-      if (meet(one.first, other.second) && meet(one.second, other.first)) mutual.insert(one);
+  const std::set<Sides> mutual = on_circles(sides);
   const auto goes = [&](const Ledger::Stall& stall) { return mutual.count(sides_of(stall)) == 0; };
   found.erase(std::remove_if(found.begin(), found.end(), goes), found.end());
   return found;

@@ -14,7 +14,7 @@ constexpr double kAskEveryS = 0.25;
 // Ranks that wait for each other are told of after so much of the time that others may take; they
 // are looked for so often in that.
 constexpr double kMutualShare = 1.0 / 6;
-constexpr double kMutualLooks = 4;
+constexpr double kMutualLooks = 10;
 
 std::string seconds(double s) { return std::to_string(static_cast<int>(s + 0.5)) + " s"; }
 
@@ -25,7 +25,8 @@ Watch::Watch(const Station& station, Door& door, Agreement& agreement, Runner& r
       door_(door),
       agreement_(agreement),
       runner_(runner),
-      liveness_(*at_.channel, at_.rank, at_.size, at_.config.peer_timeout_s),
+      liveness_(*at_.channel, at_.rank, at_.size, at_.config.peer_timeout_s,
+                [this] { return door_.anybody_waits(); }),
       expected_to_leave_(static_cast<size_t>(at_.size)) {}
 
 bool Watch::hear(const Message& message, MessageType type) {
@@ -134,7 +135,8 @@ Stalls Watch::untold_stalls(double now) {
   }
   if (now - looked_s_ < mutual_s / kMutualLooks) return {};
   looked_s_ = now;
-  Stalls mutual = mutual_stalls_in(ledger, now, mutual_s);
+  Stalls mutual =
+      mutual_stalls_in(ledger, now, mutual_s, [this](int rank) { return liveness_.waits(rank); });
   const auto told = [&](const auto& stall) { return stall.since_s + mutual_s < warned_s_; };
   mutual.erase(std::remove_if(mutual.begin(), mutual.end(), told), mutual.end());
   return mutual;

@@ -61,7 +61,10 @@ def test_an_order_to_stop_is_noted(listener):
 
 
 def test_an_end_because_of_another_rank_is_reported(listener):
-    program = "import os; os.write(int(os.environ['BAGUA_RUN_VERDICT_FD']), b'peer'); os._exit(1)"
+    program = (
+        "import os; os.write(int(os.environ['BAGUA_RUN_VERDICT_FD'].split(':')[0]), b'peer'); "
+        "os._exit(1)"
+    )
     process, link = wrapped(listener, program)
     (_, hello), *_, (_, end) = frames_until_exit(link)
     assert link.greet(hello, listener.token)

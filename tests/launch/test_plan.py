@@ -102,13 +102,21 @@ def test_nccl_is_told_the_same_network_interfaces(flavour):
     assert made.command[-3:] == ["--suggest", "NCCL_SOCKET_IFNAME==lo,eth0", "true"]
 
 
+def test_nccl_is_told_what_a_variable_says(monkeypatch):
+    monkeypatch.setenv("BAGUA_NETWORK_INTERFACES", "lo, eth0")
+    assert "NCCL_SOCKET_IFNAME==lo,eth0" in plan("-np 2 true").command
+
+
 @pytest.mark.parametrize(
     ("program", "script"),
     [
         ("python -u -X dev -W ignore {here} --lr 1", True),
         ("-m http.server", True),
         ("{here}", True),
+        ("python -um http.server", True),
         ("python -c pass {here}", False),
+        ("python -uc pass {here}", False),
+        ("python -Xdev -Wignore", False),
         ("python", False),
         ("true {here}", False),
     ],

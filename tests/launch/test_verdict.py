@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 VICTIM = """
 print('PeerError on', rank)
-os.write(int(os.environ['BAGUA_RUN_VERDICT_FD']), b'peer')
+os.write(int(os.environ['BAGUA_RUN_VERDICT_FD'].split(':')[0]), b'peer')
 os._exit(1)
 """
 
@@ -41,7 +41,7 @@ def test_culprit(exits, blamed):
 
 FORGETS = "print('trained')"
 KNOWS = "import bagua; bagua.init(); print('trained')"
-TOLD = "bagua-run: no rank called bagua.init() in the process that was started"
+TOLD = "bagua-run: no rank has told of a bagua.init()"
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,20 @@ def test_who_forgets_init_hears_so(tmp_path, count, program, as_script, told):
     _, out, err = run("-np", count, sys.executable, *how)
     assert "trained" in out
     assert err.count(TOLD) == told, err
+
+
+def test_nothing_is_written_to_a_pipe_of_the_program():
+    """It has closed what it did not open, and opened some of its own."""
+    program = """
+os.closerange(3, 1000)
+pipes = [os.pipe() for _ in range(150)]
+import bagua, select
+bagua.init()
+print("written:", select.select([end for end, _ in pipes], [], [], 0.1)[0])
+"""
+    result, out, _ = run("-np", 2, *code(program))
+    assert result == 0
+    assert out.count("written: []") == 2, out
 
 
 def test_the_culprit_may_end_last():

@@ -31,9 +31,11 @@ class Calls {
     return ++sets_;
   }
   void pass(double s) { now_s_ += s; }
+  void compute(int rank) { computes_ = rank; }
   std::vector<std::string> mutual(double age_s = kAgeS) const {
     std::vector<std::string> labels;
-    for (const auto& stall : mutual_stalls_in(ledger_, now_s_, age_s))
+    const auto waits = [this](int rank) { return rank != computes_; };
+    for (const auto& stall : mutual_stalls_in(ledger_, now_s_, age_s, waits))
       labels.push_back(stall.label);
     return labels;
   }
@@ -47,6 +49,7 @@ class Calls {
   }
   Ledger ledger_;
   const int size_;
+  int computes_ = -1;  // while the others wait
   double now_s_ = 100;
   uint64_t unnamed_ = 0;
   int32_t sets_ = 0;
@@ -89,6 +92,31 @@ TEST(Stalls, OfRanksThatGoOnAreNone) {
   EXPECT_EQ(calls.mutual(), (Labels{"a", "b", "late"}));
 }
 
+// It has called what it will wait for later.
+TEST(Stalls, OfARankThatComputesAreNone) {
+  Calls calls(2);
+  calls.call(0, "a");
+  calls.call(1, "b");
+  calls.compute(1);
+  calls.pass(2 * kAgeS);
+  EXPECT_EQ(calls.mutual(), Labels{});
+  calls.compute(-1);
+  EXPECT_EQ(calls.mutual(), (Labels{"a", "b"}));
+}
+
+TEST(Stalls, OfRanksInACircle) {
+  Calls calls(4);
+  const int32_t sets[] = {calls.add_set({0, 1}), calls.add_set({1, 2}), calls.add_set({0, 2})};
+  calls.call(0, "a", sets[0]);
+  calls.call(1, "b", sets[1]);
+  calls.call(3, "late");
+  calls.pass(kAgeS);
+  EXPECT_EQ(calls.mutual(), Labels{});
+  calls.call(2, "c", sets[2]);
+  calls.pass(kAgeS);
+  EXPECT_EQ(calls.mutual(), (Labels{"a", "b", "c"}));
+}
+
 TEST(Stalls, OfSeveralProcessSets) {
   Calls calls(3);
   const int32_t first = calls.add_set({0, 1}), second = calls.add_set({1, 2});
@@ -98,7 +126,7 @@ TEST(Stalls, OfSeveralProcessSets) {
   EXPECT_EQ(calls.mutual(), Labels{}) << "rank 2 may come, and then rank 1";
   calls.call(2, "c");
   calls.pass(kAgeS);
-  EXPECT_EQ(calls.mutual(), (Labels{"c", "b"}));
+  EXPECT_EQ(calls.mutual(), (Labels{"c", "a", "b"})) << "rank 2 waits for both";
 }
 
 TEST(Stalls, InTheBackgroundAreNone) {
