@@ -55,7 +55,6 @@ class Replicated(Wrapped):
         self._step = 0
         self._since = 0  # the step from which the algorithm counts
         self._resting = False  # nothing is begun in the background
-        self._told: Algorithm | None = None  # to the log
         self._scaling = Scaling()
         self._loaded: dict[str, Any] | None = None  # of an algorithm that comes with the next step
         self._standing = Standing(process_set)
@@ -219,14 +218,12 @@ class Replicated(Wrapped):
         before, driver = self._driver, self._driver_of(algorithm)
         driver.passes_per_step, driver.paused = before.passes_per_step, before.paused
         self._driver = driver
-        self._tell_what_is_used()
+        if algorithm != before.algorithm:
+            self._tell_what_is_used()
 
     def _tell_what_is_used(self) -> None:
-        now = self._driver.algorithm
-        if now != self._told:
-            by = f"{self._standing.prefix} ({type(self.inner).__name__})"
-            choice.tell_what_is_used(now, by, self._step, self._process_set)
-        self._told = now
+        by = f"{self._standing.prefix} ({type(self.inner).__name__})"
+        choice.tell_what_is_used(self._driver.algorithm, by, self._step, self._process_set)
 
     def _compare_scalers(self, wanted: Algorithm) -> None:
         """Refuses those that differ where ranks are about to exchange gradients."""
