@@ -74,8 +74,8 @@ def make_plan(options: Options, mpirun: str, flavour: Flavour) -> Plan:
         words += flavour.fault_tolerant
     words += _variables(options, flavour, remote)
     words += _split("--mpi-args", options.mpi_args)
-    script = _is_script(program)
     words += _wrapped(program, options, flavour)
+    script = _script(program) != ""
     return Plan(count, remote, script, [mpirun, *words], environment, notes)
 
 
@@ -205,32 +205,29 @@ def _program(command: list[str], check: bool) -> list[str]:
             return [sys.executable, *command]
     if shutil.which(program) is None:
         raise UsageError(_why_not(program))
-    names_script = _is_python(program) and len(command) > 1 and command[1].endswith(".py")
-    if names_script and not Path(command[1]).is_file():
-        raise UsageError(f"there is no script {command[1]}{_neighbour(Path(command[1]))}")
+    script = _script(command)
+    if script.endswith(".py") and not Path(script).is_file():
+        raise UsageError(f"there is no script {script}{_neighbour(Path(script))}")
     return command
 
 
-def _is_python(program: str) -> bool:
-    return re.fullmatch(r"(.*/)?python[0-9.]*", program) is not None
-
-
-def _is_script(program: list[str]) -> bool:
-    """Whether Python runs it from a file or a module, and not from the command line."""
-    if not _is_python(program[0]):
-        return program[0].endswith(".py")
-    words = iter(program[1:])
+def _script(command: list[str]) -> str:
+    """The file that Python runs, or -m; empty if it runs words of the command line, or nothing."""
+    program, *rest = command
+    if re.fullmatch(r"(.*/)?python[0-9.]*", program) is None:
+        return program if program.endswith(".py") else ""
+    words = iter(rest)
     for word in words:
         if not word.startswith("-"):
-            return True
+            return word
         # Letters may share a word: of those that take something, the first takes the rest of it.
         letters = "" if word.startswith("--") else word[1:]
         takes = next((letter for letter in letters if letter in "cmWX"), "")
         if takes in ("c", "m"):
-            return takes == "m"
+            return "-m" if takes == "m" else ""
         if takes and letters.endswith(takes):
             next(words, None)
-    return False
+    return ""
 
 
 def _why_not(program: str) -> str:

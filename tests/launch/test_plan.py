@@ -175,6 +175,7 @@ def test_fault_tolerance_where_there_is_any():
         ("-np 2 -H h1:2 --hostfile f true", "not both"),
         ("-np 2 no-such-program", "there is no program no-such-program"),
         ("-np 2 python tran.py", "no script tran.py; did you mean 'train.py'?"),
+        ("-np 2 python -u -X dev tran.py", "no script tran.py; did you mean 'train.py'?"),
         ("-np 2 tran.py", "no script tran.py; did you mean 'train.py'?"),
         ("-np 2 ./notes.txt", "not a program that can be run; chmod +x ./notes.txt, or"),
         ("-np 2 notes.txt", "; chmod +x notes.txt and write ./notes.txt, or name the interpreter"),
