@@ -295,10 +295,10 @@ expect_error(lambda: bagua.allreduce(one(), name="odd" if me == 1 else "even"))
     assert result.exit_code == 0, result
 
 
-def test_who_waits_for_a_rank_that_waits_for_others_is_told_later(run):
-    """Rank 1 may come once rank 2 has, so no calls differ."""
-    result = run(
-        3,
+@pytest.mark.parametrize(
+    "program",
+    [
+        # Rank 1 may come once rank 2 has.
         """
 sets = bagua.add_process_set([0, 1]), bagua.add_process_set([1, 2])
 if me == 2:
@@ -306,29 +306,30 @@ if me == 2:
 for mine in reversed(sets):
     if mine.included():
         bagua.allreduce(one(), name="x", process_set=mine)
-say("done")
 """,
-        env={"BAGUA_STALL_WARN_S": "9"},
-    )
-    assert all("done" in text for text in result.stdout), result
-    assert not any("some ranks wait" in text for text in result.stderr), result
-
-
-def test_ranks_that_go_on_meanwhile_are_told_later(run):
-    """What each has called and the other has not may yet come, as that of a long backward pass."""
-    result = run(
-        2,
+        # What each has called and the others have not comes after what they are at.
         """
-early = bagua.allreduce_async(one(), name="ab"[me])
+early = bagua.allreduce_async(one(), name=f"of {me}")
 for step in range(8):
     time.sleep(0.5)
     bagua.allreduce(one(), name="step")
-late = bagua.allreduce_async(one(), name="ba"[me])
-early.wait(), late.wait()
-say("done")
+late = [bagua.allreduce_async(one(), name=f"of {rank}") for rank in range(3) if rank != me]
+for handle in [early, *late]:
+    handle.wait()
 """,
-        env={"BAGUA_STALL_WARN_S": "9"},
-    )
+        # They compute, and say nothing.
+        """
+early = bagua.allreduce_async(one(), name=f"of {me}")
+time.sleep(4)
+late = [bagua.allreduce_async(one(), name=f"of {rank}") for rank in range(3) if rank != me]
+for handle in [early, *late]:
+    handle.wait()
+""",
+    ],
+    ids=["in a chain", "exchanging", "computing"],
+)
+def test_ranks_that_may_yet_come_are_told_of_later(run, program):
+    result = run(3, f"{program}\nsay('done')", env={"BAGUA_STALL_WARN_S": "9"})
     assert all("done" in text for text in result.stdout), result
     assert not any("some ranks wait" in text for text in result.stderr), result
 
