@@ -203,7 +203,7 @@ void Runner::carry_out(Exchange& exchange) {
   agreement_.complete(requests, nullptr);
 }
 
-// Whether nobody has anything to do for it.
+// Whether it is done with what is there: all that is left is to say from when on.
 bool Runner::leave_alone(const Exchange& exchange) {
   const auto& requests = exchange.requests;
   const auto stays = [](const RequestPtr& request) { return stays_alone(*request); };
