@@ -27,7 +27,7 @@ ifneq ($(words $(CURDIR)),1)
 $(error the path of this clone, $(CURDIR), has a space, which MPI's compiler wrapper cannot cope with; move it)
 endif
 
-.PHONY: help dev demo test test-csrc test-python test-several-ranks test-rest test-slow test-arm test-gpu test-nccl-releases sanitize-gpu test-hosts test-pretended test-parallel lint format sanitize bench bench-agreement bench-exchange clean googletest
+.PHONY: help dev demo test test-csrc test-python test-frontend test-rest test-even-ranks test-slow test-arm test-gpu test-nccl-releases sanitize-gpu test-hosts test-pretended test-parallel lint format sanitize bench bench-agreement bench-exchange clean googletest
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,28 +50,26 @@ ifdef PYTEST_ARGS
 test-python: dev
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
-# Two halves at once, since ranks that wait for each other leave a core half idle: the frontend on several
-# ranks, and the rest, which prints when it has ended.
+# Two halves at once, since ranks that wait for each other leave a core half idle: the frontend, and the
+# rest, which prints when it has ended.
 test-python: dev
-	@$(MAKE) --no-print-directory -j2 -k test-several-ranks test-rest && exit
+	@$(MAKE) --no-print-directory -j2 -k test-frontend test-rest && exit
 	grep -HE '^(FAILED|ERROR) ' $(REST_LOG) || true  # which the other half's lines may have hidden
 	exit 1
 endif
 
 EVERYDAY := -m pytest -m 'not slow'
-SEVERAL_RANKS := np2 or np3 or np4
+EVEN_RANKS := np2 or np4
 REST_LOG := build/test-rest.log
-test-several-ranks:
-	@$(BIN)/python $(EVERYDAY) tests/torch -k '$(SEVERAL_RANKS)'
+test-frontend:
+	@$(BIN)/python $(EVERYDAY) tests/torch -k 'not ($(EVEN_RANKS))'
 test-rest:
 	@mkdir -p build
-	status=0
-	{
-	  $(BIN)/python $(EVERYDAY) -p no:cacheprovider --ignore=tests/parallel --ignore=tests/torch || status=1
-	  $(BIN)/python $(EVERYDAY) -p no:cacheprovider tests/torch -k 'not ($(SEVERAL_RANKS))' || status=1
-	} >$(REST_LOG) 2>&1
-	cat $(REST_LOG)
-	exit $$status
+	trap 'cat $(REST_LOG)' EXIT
+	$(BIN)/python $(EVERYDAY) -p no:cacheprovider --ignore=tests/parallel --ignore=tests/torch >$(REST_LOG) 2>&1
+
+test-even-ranks: dev ## those of the frontend on 2 and 4 ranks; the everyday ones are on 1 and 3
+	@$(BIN)/python $(EVERYDAY) tests/torch -k '$(EVEN_RANKS)'
 
 test-slow: dev ## the tests that take long: they wait for time limits, start many processes or run what docs show
 	@$(BIN)/python -m pytest --ignore=tests/parallel -m slow

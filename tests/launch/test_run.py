@@ -429,6 +429,7 @@ def test_ranks_that_never_start_are_named(tmp_path):
     assert "2 of 2 ranks have not started within 0.3 s: 0, 1" in err
 
 
+@pytest.mark.slow
 def test_the_algorithm_is_chosen_on_the_command_line():
     train = """
 import bagua.torch, torch

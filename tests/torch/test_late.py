@@ -72,6 +72,7 @@ for theirs in bagua.allgather_object([param.detach() for param in params]):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overlap", "what"), [("always", "gradients"), ("never", "gradients"), ("always", "weights")]
 )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import resource, sys, torch, bagua.torch as bagua
 
