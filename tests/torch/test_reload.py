@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 from bagua.algorithms import Algorithm, DiLoCo, LocalSGD, TopK, find, names
+from bagua.common.errors import UsageError
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
@@ -86,6 +88,42 @@ def test_who_has_loaded_is_told(everyone, hvd):
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     with pytest.warns(match="begins anew.*: only rank 0 loaded it"):
         train(hvd, model, optimizer, range(3, 5))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", ["topk", "local_sgd", "diloco"])
+@pytest.mark.parametrize("mends", ["loads", "broadcasts"])
+def test_checkpoints_of_different_steps_are_an_error(everyone, hvd, name, mends):
+    """Rounds would end at other times, and weights are of other times already."""
+    model, trained = made(hvd, ALGORITHMS[name])
+    saved = []
+    for step in range(3):
+        saved.append(copy.deepcopy((model.state_dict(), trained.state_dict())))
+        train(hvd, model, trained, [step])
+    model, optimizer = made(hvd, ALGORITHMS[name])
+
+    def load(step: int) -> None:
+        model.load_state_dict(saved[step][0])
+        optimizer.load_state_dict(copy.deepcopy(saved[step][1]))
+
+    load(1 if everyone.me == 0 else 2)
+    words = "of different steps: after 1 on rank 0, after 2 on rank 1. Load"
+    for _ in range(2):
+        with pytest.raises(UsageError, match=words):
+            train(hvd, model, optimizer, [3])
+    if mends == "loads":
+        load(2)
+    else:
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(hvd, model, optimizer, range(3, 11))
+    assert any("begins anew" in str(w.message) for w in caught) == (mends == "broadcasts")
+    optimizer.settle()
+    everyones = hvd.allgather_object(model.state_dict())
+    for name, value in model.state_dict().items():
+        assert all(torch.equal(theirs[name], value) for theirs in everyones)
 
 
 @pytest.mark.parametrize("step", [5, 6])
