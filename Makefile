@@ -44,7 +44,7 @@ test: test-csrc test-python ## the tests: C++ over threads, Python over MPI proc
 
 test-csrc: dev googletest
 	@$(call build,build/csrc,$(BUILT))
-	$(call ctest,build/csrc)
+	$(call ctest,build/csrc,--parallel 3)  # some only wait
 
 ifdef PYTEST_ARGS
 test-python: dev
