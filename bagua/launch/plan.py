@@ -81,8 +81,8 @@ def make_plan(options: Options, mpirun: str, flavour: Flavour) -> Plan:
 
 def _interfaces(options: Options) -> str:
     """As the ranks will read it: separated by commas alone."""
-    outside = os.environ.get(variable("network_interfaces"), "")
-    names = options.settings.get("network_interfaces", outside).split(",")
+    environment = {**os.environ, **flag_environment(options)}
+    names = environment.get(variable("network_interfaces"), "").split(",")
     return ",".join(filter(None, map(str.strip, names)))
 
 
@@ -214,18 +214,21 @@ def _program(command: list[str], check: bool) -> list[str]:
 def _script(command: list[str]) -> str:
     """The file that Python runs, or -m; empty if it runs words of the command line, or nothing."""
     program, *rest = command
-    if re.fullmatch(r"(.*/)?python[0-9.]*", program) is None:
+    if re.fullmatch(r"(.*/)?python[0-9.]*[td]*", program) is None:
         return program if program.endswith(".py") else ""
     words = iter(rest)
     for word in words:
         if not word.startswith("-"):
             return word
-        # Letters may share a word: of those that take something, the first takes the rest of it.
-        letters = "" if word.startswith("--") else word[1:]
-        takes = next((letter for letter in letters if letter in "cmWX"), "")
-        if takes in ("c", "m"):
-            return "-m" if takes == "m" else ""
-        if takes and letters.endswith(takes):
+        # Letters may share a word: of those that take something, the first takes the rest of it,
+        # or the next word.
+        found = re.search("[cmWX].*", "" if word.startswith("--") else word, re.DOTALL)
+        taking = found.group() if found else ""
+        if taking.startswith("m"):
+            return "-m"
+        if taking.startswith("c") or word == "-":
+            return ""
+        if len(taking) == 1 or word == "--check-hash-based-pycs":
             next(words, None)
     return ""
 

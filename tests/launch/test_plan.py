@@ -105,24 +105,40 @@ def test_nccl_is_told_the_same_network_interfaces(flavour):
 def test_nccl_is_told_what_a_variable_says(monkeypatch):
     monkeypatch.setenv("BAGUA_NETWORK_INTERFACES", "lo, eth0")
     assert "NCCL_SOCKET_IFNAME==lo,eth0" in plan("-np 2 true").command
+    set_here = plan("-np 2 -x BAGUA_NETWORK_INTERFACES=lo true").command
+    assert "NCCL_SOCKET_IFNAME==lo" in set_here
 
 
 @pytest.mark.parametrize(
     ("program", "script"),
     [
-        ("python -u -X dev -W ignore {here} --lr 1", True),
+        ("{python} -u -X dev -W ignore {here} --lr 1", True),
+        ("{python} -Xpycache_prefix=/X -Wignore::m.W {here}", True),
+        ("{python} --check-hash-based-pycs never {here}", True),
         ("-m http.server", True),
         ("{here}", True),
-        ("python -um http.server", True),
-        ("python -c pass {here}", False),
-        ("python -uc pass {here}", False),
-        ("python -Xdev -Wignore", False),
-        ("python", False),
+        ("{python} -um http.server", True),
+        ("{python} -c pass {here}", False),
+        ("{python} -uc pass {here}", False),
+        ("{python} -ucpass {here}", False),
+        ("{python} -Xdev -Wignore", False),
+        ("{python} -u - {here}", False),
+        ("{python}", False),
         ("true {here}", False),
     ],
 )
 def test_what_is_a_script(program, script):
-    assert plan(f"-np 2 {program.format(here=__file__)}").script == script
+    words = program.format(here=__file__, python=sys.executable)
+    assert plan(f"-np 2 {words}").script == script
+
+
+@pytest.mark.parametrize(
+    "flags", ["-u", "-X dev -Wonce", "-Xpycache_prefix=/X", "--check-hash-based-pycs never"]
+)
+def test_a_script_that_is_not_there_is_told_behind_flags(flags):
+    with pytest.raises(UsageError, match="there is no script absent.py"):
+        plan(f"-np 2 {sys.executable} {flags} absent.py")
+    assert plan(f"-np 2 {sys.executable} {flags} - absent.py").script is False
 
 
 def test_oversubscribe_above_the_cores_only():
