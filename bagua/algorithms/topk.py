@@ -30,6 +30,10 @@ class TopK(Algorithm):
                 f"topk is its codec, not {self.codec!r}; give Algorithm(codec={self.codec!r}, ...)"
             )
 
+    @property
+    def changes(self) -> bool:
+        return bool(self.warmup_steps)
+
     def at(self, step: int) -> Algorithm:
         if step >= self.warmup_steps:
             return self

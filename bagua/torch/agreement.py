@@ -15,6 +15,7 @@ from bagua.common.errors import JoinedError, UsageError
 from bagua.common.kinds import ReduceOp
 from bagua.common.objects import allgather_object
 from bagua.common.process_set import ProcessSet
+from bagua.common.ranks_text import ranks_text
 from bagua.common.together import together
 from bagua.common.warn import warn
 from bagua.common.world import world
@@ -103,6 +104,37 @@ def check_change(
         raise UsageError(f"at() changes {odd}; it must say the same on every rank")
     if any(theirs != checksum for *_, theirs in everyone):
         _tell_choices(allgather_object(choices, f"{name}.choices", process_set), process_set)
+
+
+def check_progress(mine: tuple[int, int] | None, name: str, process_set: ProcessSet) -> None:
+    """Ranks must have taken as many steps, and as many before the algorithm was chosen.
+
+    Else they would exchange at other times, and wait for each other. None: each counts its own.
+    """
+    try:
+        everyone = allgather_object(mine, name, process_set)
+    except JoinedError:
+        return  # they meet when that is over
+    ranks: dict[tuple[int, int] | None, list[int]] = {}
+    for rank, theirs in zip(process_set.ranks, everyone):
+        ranks.setdefault(theirs, []).append(rank)
+    if len(ranks) == 1:
+        return
+    told = "; ".join(f"{_progress_text(at)} on {ranks_text(those)}" for at, those in ranks.items())
+    root = process_set.ranks[0]
+    raise UsageError(
+        f"ranks go on from different steps, as by checkpoints of different times: {told}. Load "
+        f"those of one step on all of them, or load one on rank {root} and have the others get it "
+        f"by broadcast_parameters(model.state_dict(), {root}) and "
+        f"broadcast_optimizer_state(optimizer, {root})"
+    )
+
+
+def _progress_text(progress: tuple[int, int] | None) -> str:
+    if progress is None:
+        return "each at its own pace"
+    step, since = progress
+    return f"after {step}" + (f", of which {since} by another algorithm," if since else "")
 
 
 @contextlib.contextmanager

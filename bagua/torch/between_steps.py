@@ -245,8 +245,7 @@ class BetweenSteps(Driver):
         mine = kept.identity(self.algorithm, self._process_set, self._names_of_all())
         name = self.standing.name("load_state_dict")
         instead = f", from the first rank's {self._first_ranks}"
-        steps, _ = self._layout()
-        takes = self._loaded.agreed(mine, name, self._process_set, steps, instead=instead)
+        takes = self._loaded.agreed(mine, name, self._process_set, instead=instead)
         self._compare_rules()
         if takes and loaded is not None:
             _, self.rounds = loaded["layout"]

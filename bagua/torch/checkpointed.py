@@ -54,8 +54,7 @@ class Checkpointed:
         had_lost = loaded is not None and any((loaded.get("lost") or {}).values())
         loses = lost.something(layout.buckets) or had_lost
         group = self._plan.process_set
-        mine, steps = self._identity(), self._plan.step
-        takes = self._loaded.agreed(mine, self._name, group, steps, warns=loses)
+        takes = self._loaded.agreed(self._identity(), self._name, group, warns=loses)
         self._loaded.take()
         self.due = False
         if takes and loaded is not None:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from bagua.algorithms import Algorithm
-from bagua.common.errors import UsageError
 from bagua.common.process_set import ProcessSet
 from bagua.common.ranks_text import ranks_text
 from bagua.common.together import gathered_if_any
@@ -58,7 +57,6 @@ class Loaded:
         mine: dict[str, object],
         name: str,
         process_set: ProcessSet,
-        steps: int,
         warns: bool = True,
         instead: str = "",
     ) -> bool | None:
@@ -66,24 +64,22 @@ class Loaded:
 
         None if nothing came to any rank: what is kept goes on. Else it begins anew, also where a
         checkpoint came that has none of it. Its `identity` must be mine, its `layout` the same on
-        all ranks. `instead` says how they begin. They go on after so many `steps`, all alike: who
-        counts others would exchange at other times.
+        all ranks. `instead` says how they begin.
         """
         state = self.state or {"identity": mine, "layout": None}
         problem, layout = _problem(state["identity"], mine), state["layout"]
-        everyone = gathered_if_any((problem, layout, steps), self._came, name, process_set)
+        everyone = gathered_if_any((problem, layout), self._came, name, process_set)
         if everyone is None:
-            everyone = [("a rank has joined already", layout, steps)]
+            everyone = [("a rank has joined already", layout)]
         if not everyone:
             return None
-        _refuse_unlike([theirs for *_, theirs in everyone], process_set)
-        if all(theirs is None for _, theirs, _ in everyone):
+        if all(theirs is None for _, theirs in everyone):
             return False
-        problems = [text for text, *_ in everyone if text]
-        have = [rank for rank, (_, it, _) in zip(process_set.ranks, everyone) if it is not None]
+        problems = [text for text, _ in everyone if text]
+        have = [rank for rank, (_, it) in zip(process_set.ranks, everyone) if it is not None]
         if len(have) < len(everyone):
             problems.append(f"only {ranks_text(have)} loaded it")
-        elif any(theirs != layout for _, theirs, _ in everyone):
+        elif any(theirs != layout for _, theirs in everyone):
             problems.append("ranks have checkpoints of different steps")
         if problems and warns:
             size = process_set.size()
@@ -99,17 +95,6 @@ def is_of_other_ranks(state: dict[str, Any] | None, mine: dict[str, object]) -> 
     """Whether what all ranks have in common of it can be taken up, whoever they were."""
     same = ("algorithm", "parameters")
     return state is not None and all(state["identity"].get(what) == mine[what] for what in same)
-
-
-def _refuse_unlike(steps: Sequence[int], process_set: ProcessSet) -> None:
-    for rank, theirs in zip(process_set.ranks, steps):
-        if theirs != steps[0]:
-            root = process_set.ranks[0]
-            raise UsageError(
-                "ranks go on from checkpoints of different steps: after "
-                f"{steps[0]} on rank {root}, after {theirs} on rank {rank}. Load those of one step "
-                f"on all, or one on rank {root}, and broadcast_optimizer_state(optimizer, {root})"
-            )
 
 
 def _problem(theirs: dict[str, Any], mine: dict[str, object]) -> str:

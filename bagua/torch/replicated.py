@@ -16,7 +16,7 @@ from bagua.common.process_set import ProcessSet, checked
 from bagua.common.together import together
 from bagua.common.world import world
 from bagua.torch import capture, choice, kept, safety
-from bagua.torch.agreement import changing_to, check_algorithm, check_change
+from bagua.torch.agreement import changing_to, check_algorithm, check_change, check_progress
 from bagua.torch.background import Background
 from bagua.torch.between_steps import BetweenSteps
 from bagua.torch.checks import check_own
@@ -54,6 +54,8 @@ class Replicated(Wrapped):
         self._passes = passes
         self._step = 0
         self._since = 0  # the step from which the algorithm counts
+        # Whether ranks must see that they go on from the same one: at first, and after loading.
+        self._progress_due = True
         self._resting = False  # nothing is begun in the background
         self._scaling = Scaling()
         self._loaded: dict[str, Any] | None = None  # of an algorithm that comes with the next step
@@ -177,6 +179,8 @@ class Replicated(Wrapped):
 
     def _catch_up(self, chosen: bool = False) -> None:
         """Changes to the algorithm of this step. All ranks have `chosen` it, or at() says so."""
+        if self._progress_due and not self._standing.withdrawn:
+            self._compare_progress()
         now, wanted = self._driver, at_step(self._algorithm, self._step - self._since)
         alone = self._process_set.size() == 1 and not self._standing.retired
         if self._standing.withdrawn and alone:
@@ -190,6 +194,15 @@ class Replicated(Wrapped):
         if self._loaded is not None:
             self._driver.load_state(self._loaded, self._step)
             self._loaded = None
+
+    def _compare_progress(self) -> None:
+        """Before any goes by it, where an algorithm does."""
+        if self._algorithm.changes or not self._driver.shares_gradients:
+            capture.refuse("ranks compare first how far they are; take a step before")
+            wanted = at_step(self._algorithm, self._step - self._since)
+            mine = None if wanted.when == "background" else (self._step, self._since)
+            check_progress(mine, self._standing.name("progress"), self._process_set)
+        self._progress_due = False
 
     def _go_over(self, wanted: Algorithm, chosen: bool) -> None:
         now = self._driver
@@ -260,7 +273,7 @@ class Replicated(Wrapped):
         if own.get("apart") and wanted.when != "background":
             own = {"step": 0, "since": 0, "kept": None}  # ranks had taken unlike numbers of steps
             wanted = at_step(self._algorithm, 0)
-        self._step, self._since = own["step"], own["since"]
+        self._step, self._since, self._progress_due = own["step"], own["since"], True
         self._loaded = own["kept"] if wanted != self._driver.algorithm else None
         self._driver.load_state(None if self._loaded else own["kept"], self._step)
 
@@ -277,6 +290,7 @@ class Replicated(Wrapped):
     def go_to(self, progress: Progress, state_due: bool) -> None:
         """As all ranks do."""
         self._step, self._since, rounds = progress
+        self._progress_due = False
         self._replicas.go_to(self._step)
         self._driver.go_to(self._step, rounds, state_due)
 
@@ -294,6 +308,7 @@ class Replicated(Wrapped):
         Where each steps by itself they stay where they are.
         """
         progress = max(progress for progress, _ in places)
+        self._progress_due = False
         if len({where for _, where in places}) == 1:
             return None if self._driver.alone else self.go_to(progress, self.state_due)
         self._driver.part()

@@ -136,7 +136,7 @@ def test_what_is_a_script(program, script):
     "flags", ["-u", "-X dev -Wonce", "-Xpycache_prefix=/X", "--check-hash-based-pycs never"]
 )
 def test_a_script_that_is_not_there_is_told_behind_flags(flags):
-    with pytest.raises(UsageError, match="there is no script absent.py"):
+    with pytest.raises(UsageError, match=r"there is no script absent\.py"):
         plan(f"-np 2 {sys.executable} {flags} absent.py")
     assert plan(f"-np 2 {sys.executable} {flags} - absent.py").script is False
 

@@ -90,40 +90,69 @@ def test_who_has_loaded_is_told(everyone, hvd):
         train(hvd, model, optimizer, range(3, 5))
 
 
+def saved_after(hvd, algorithm, steps):
+    """Checkpoints of a run: before the first step, after one, ..."""
+    model, optimizer = made(hvd, algorithm)
+    saved = [copy.deepcopy((model.state_dict(), optimizer.state_dict()))]
+    for step in range(steps):
+        train(hvd, model, optimizer, [step])
+        saved.append(copy.deepcopy((model.state_dict(), optimizer.state_dict())))
+    return saved
+
+
+def assert_equal(hvd, model) -> None:
+    everyones = hvd.allgather_object(model.state_dict())
+    for name, value in model.state_dict().items():
+        assert all(torch.equal(theirs[name], value) for theirs in everyones)
+
+
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("name", ["topk", "local_sgd", "diloco"])
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", "diloco, topk, late", "powersgd"])
+@pytest.mark.parametrize("steps", [(1, 2), (2, 4), (0, 5)])
 @pytest.mark.parametrize("mends", ["loads", "broadcasts"])
-def test_checkpoints_of_different_steps_are_an_error(everyone, hvd, name, mends):
-    """Rounds would end at other times, and weights are of other times already."""
-    model, trained = made(hvd, ALGORITHMS[name])
-    saved = []
-    for step in range(3):
-        saved.append(copy.deepcopy((model.state_dict(), trained.state_dict())))
-        train(hvd, model, trained, [step])
+def test_checkpoints_of_different_steps_are_an_error(everyone, hvd, name, steps, mends):
+    """Rounds would end at other times, or the algorithm change: ranks would wait for each other."""
+    saved = saved_after(hvd, ALGORITHMS[name], 5)
     model, optimizer = made(hvd, ALGORITHMS[name])
 
     def load(step: int) -> None:
         model.load_state_dict(saved[step][0])
         optimizer.load_state_dict(copy.deepcopy(saved[step][1]))
 
-    load(1 if everyone.me == 0 else 2)
-    words = "of different steps: after 1 on rank 0, after 2 on rank 1. Load"
+    mine = steps[0 if everyone.me == 0 else 1]
+    if mine:  # else this rank loads none
+        load(mine)
+    others = "rank 1" if everyone.size == 2 else "ranks 1, 2"
     for _ in range(2):
-        with pytest.raises(UsageError, match=words):
+        with pytest.raises(UsageError, match="ranks go on from different steps") as caught:
             train(hvd, model, optimizer, [3])
+        assert f": after {steps[0]} on rank 0; after {steps[1]} on {others}. " in str(caught.value)
     if mends == "loads":
-        load(2)
+        load(4)
     else:
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        hvd.broadcast_optimizer_state(optimizer, 0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="what the algorithm had kept cannot")
+        train(hvd, model, optimizer, range(5, 11))
+    optimizer.settle()
+    assert_equal(hvd, model)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "topk"])
+def test_where_nothing_goes_by_steps_they_may_differ(everyone, hvd, name):
+    saved = saved_after(hvd, ALGORITHMS[name], 3)
+    model, optimizer = made(hvd, ALGORITHMS[name])
+    if everyone.me == 0:
+        model.load_state_dict(saved[3][0])
+        optimizer.load_state_dict(saved[3][1])
+    hvd.broadcast_parameters(model.state_dict(), 0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(hvd, model, optimizer, range(3, 11))
-    assert any("begins anew" in str(w.message) for w in caught) == (mends == "broadcasts")
-    optimizer.settle()
-    everyones = hvd.allgather_object(model.state_dict())
-    for name, value in model.state_dict().items():
-        assert all(torch.equal(theirs[name], value) for theirs in everyones)
+        train(hvd, model, optimizer, range(3, 6))
+    told = [str(w.message) for w in caught]
+    assert any("begins anew: only rank 0 loaded it" in text for text in told) == (name == "topk")
 
 
 @pytest.mark.parametrize("step", [5, 6])
