@@ -42,13 +42,15 @@ bool Liveness::handle(const Message& message, MessageType type, double now_s) {
 void Liveness::forget(int rank) { peers_[static_cast<size_t>(rank)].gone = true; }
 
 int Liveness::tick(double now_s, bool waiting) {
-  if (timeout_s_ <= 0 || (!waiting && !asked(now_s))) return -1;
+  if (!waiting && !asked(now_s)) return -1;
   for (size_t rank = 0; rank < peers_.size(); ++rank) {
     Peer& peer = peers_[rank];
     if (peer.gone) continue;
-    // A gap in our own ticking (this process was stopped, or nobody waited) proves nothing.
-    if (now_s - peer.sent_s > 3 * kIntervalS) peer.pinged_s = 0;
-    if (peer.pinged_s > 0 && now_s - peer.pinged_s > timeout_s_) return static_cast<int>(rank);
+    // After a gap in our own ticking (this process was stopped, or nobody waited) what we knew
+    // before proves nothing.
+    if (now_s - peer.sent_s > 3 * kIntervalS) peer.pinged_s = 0, peer.waits = false;
+    if (timeout_s_ > 0 && peer.pinged_s > 0 && now_s - peer.pinged_s > timeout_s_)
+      return static_cast<int>(rank);
     if (now_s - peer.sent_s < kIntervalS * 0.9) continue;
     channel_.send(static_cast<int>(rank),
                   text_message(rank_ == 0 ? MessageType::kPing : MessageType::kAwait));

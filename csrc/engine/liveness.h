@@ -13,8 +13,8 @@ namespace bagua {
 
 class Liveness {
  public:
-  // timeout_s: how long a ping may stay unanswered; 0 turns the whole thing off. `waits`: whether a
-  // thread of this rank waits for others.
+  // timeout_s: how long a ping may stay unanswered; 0 is for ever. `waits`: whether a thread of
+  // this rank waits for others.
   Liveness(Channel& channel, int rank, int size, double timeout_s, std::function<bool()> waits);
 
   // True when the message was about liveness and is dealt with.

@@ -1,43 +1,8 @@
 #include "engine/stalls.h"
 
 #include <algorithm>
-#include <iterator>
-#include <utility>
 
 namespace bagua {
-namespace {
-
-// Of as many sides as this each is held against each; a job that is stuck has a few.
-constexpr size_t kMostSides = 32;
-
-// Who waits for whom.
-using Sides = std::pair<std::vector<int>, std::vector<int>>;
-
-// Both ascending.
-bool meet(const std::vector<int>& a, const std::vector<int>& b) {
-  for (auto i = a.begin(), j = b.begin(); i != a.end() && j != b.end(); *i < *j ? ++i : ++j)
-    if (*i == *j) return true;
-  return false;
-}
-
-// Those from which somebody who is waited for waits on, and on, until it is for one who waits here.
-std::set<Sides> on_circles(const std::set<Sides>& all) {
-  const std::vector<Sides> sides(all.begin(), all.end());
-  const size_t n = sides.size();
-  std::vector<std::vector<bool>> leads(n, std::vector<bool>(n));
-  for (size_t i = 0; i < n; ++i)
-    for (size_t j = 0; j < n; ++j) leads[i][j] = meet(sides[i].second, sides[j].first);
-  for (size_t by = 0; by < n; ++by)
-    for (size_t i = 0; i < n; ++i)
-      for (size_t j = 0; j < n; ++j)
-        if (leads[i][by] && leads[by][j]) leads[i][j] = true;
-  std::set<Sides> found;
-  for (size_t i = 0; i < n; ++i)
-    if (leads[i][i]) found.insert(sides[i]);
-  return found;
-}
-
-}  // namespace
 
 Stalls stalls_in(const Ledger& ledger, double now_s, double age_s) {
   Stalls found = ledger.stalls(now_s, age_s);
@@ -46,26 +11,32 @@ Stalls stalls_in(const Ledger& ledger, double now_s, double age_s) {
   return found;
 }
 
-Stalls mutual_stalls_in(const Ledger& ledger, double now_s, double age_s,
-                        const std::function<bool(int)>& waits) {
-  Stalls found = stalls_in(ledger, now_s, age_s);
-  const auto stuck = [&](const std::vector<int>& ranks) {
-    std::vector<int> those;
-    std::copy_if(ranks.begin(), ranks.end(), std::back_inserter(those),
-                 [&](int rank) { return now_s - ledger.heard_s(rank) >= age_s && waits(rank); });
-    std::sort(those.begin(), those.end());
-    return those;
-  };
-  const auto sides_of = [&](const Ledger::Stall& stall) {
-    return Sides{stuck(stall.waiting), stuck(stall.missing)};
-  };
-  std::set<Sides> sides;
-  for (auto it = found.begin(); it != found.end() && sides.size() < kMostSides; ++it)
-    sides.insert(sides_of(*it));
-  const std::set<Sides> mutual = on_circles(sides);
-  const auto goes = [&](const Ledger::Stall& stall) { return mutual.count(sides_of(stall)) == 0; };
-  found.erase(std::remove_if(found.begin(), found.end(), goes), found.end());
-  return found;
+Stalls hopeless_stalls_in(const Ledger& ledger, double now_s, double age_s,
+                          const std::function<bool(int)>& waits) {
+  if (stalls_in(ledger, now_s, age_s).empty()) return {};
+  Stalls open = ledger.stalls(now_s, 0);
+  std::vector<bool> stuck(ledger.ranks_of(0).size());
+  for (const auto& stall : open)
+    for (const int rank : stall.waiting)
+      stuck[rank] = now_s - ledger.heard_s(rank) >= age_s && waits(rank);
+  // Until no more come: who waits for one that may come is not stuck itself.
+  for (bool more = true; more;) {
+    more = false;
+    const auto may_end = [&](const Ledger::Stall& stall) {
+      const auto is_stuck = [&](int rank) { return stuck[rank]; };
+      const auto& missing = stall.missing;
+      if (!stall.background && std::any_of(missing.begin(), missing.end(), is_stuck)) return false;
+      for (const int rank : stall.waiting) {
+        more = more || stuck[rank];
+        stuck[rank] = false;
+      }
+      return true;
+    };
+    open.erase(std::remove_if(open.begin(), open.end(), may_end), open.end());
+  }
+  const auto young = [&](const auto& stall) { return now_s - stall.since_s < age_s; };
+  open.erase(std::remove_if(open.begin(), open.end(), young), open.end());
+  return open;
 }
 
 Instead::Instead(const Stalls& open) {

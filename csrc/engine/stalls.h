@@ -15,11 +15,12 @@ using Stalls = std::vector<Ledger::Stall>;
 
 // Those open for so long that anybody waits for.
 Stalls stalls_in(const Ledger& ledger, double now_s, double age_s);
-// Of those the ones in which ranks wait for each other, each in another one and perhaps by way of
-// more ranks, who have said nothing for so long and of which `waits` says that a thread waits: most
-// likely their calls differ, and no time will mend that.
-Stalls mutual_stalls_in(const Ledger& ledger, double now_s, double age_s,
-                        const std::function<bool(int)>& waits);
+// Of those the ones that no time will end, most likely since calls differ: each lacks a rank that
+// is stuck, for it has said nothing for so long, `waits` says that a thread of it waits, and all
+// that it has asked for is as hopeless. So ranks wait for each other in a circle, and who waits for
+// those.
+Stalls hopeless_stalls_in(const Ledger& ledger, double now_s, double age_s,
+                          const std::function<bool(int)>& waits);
 
 // What a rank that others wait for has called instead of what they have: then the calls differ.
 class Instead {

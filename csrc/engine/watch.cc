@@ -13,8 +13,8 @@ constexpr double kAskAfterS = 1;  // in an exchange, whether its caller was inte
 constexpr double kAskEveryS = 0.25;
 // Ranks that wait for each other are told of after so much of the time that others may take; they
 // are looked for so often in that.
-constexpr double kMutualShare = 1.0 / 6;
-constexpr double kMutualLooks = 10;
+constexpr double kHopelessShare = 1.0 / 6;
+constexpr double kHopelessLooks = 10;
 
 std::string seconds(double s) { return std::to_string(static_cast<int>(s + 0.5)) + " s"; }
 
@@ -128,18 +128,18 @@ void Watch::look_for_carried(double now) {
 // once that is clear.
 Stalls Watch::untold_stalls(double now) {
   const Ledger& ledger = *agreement_.ledger();
-  const double warn_s = at_.config.stall_warn_s, mutual_s = warn_s * kMutualShare;
+  const double warn_s = at_.config.stall_warn_s, hopeless_s = warn_s * kHopelessShare;
   if (now - warned_s_ >= warn_s) {
     Stalls late = stalls_in(ledger, now, warn_s);
     if (!late.empty()) return late;
   }
-  if (now - looked_s_ < mutual_s / kMutualLooks) return {};
+  if (now - looked_s_ < hopeless_s / kHopelessLooks) return {};
   looked_s_ = now;
-  Stalls mutual =
-      mutual_stalls_in(ledger, now, mutual_s, [this](int rank) { return liveness_.waits(rank); });
-  const auto told = [&](const auto& stall) { return stall.since_s + mutual_s < warned_s_; };
-  mutual.erase(std::remove_if(mutual.begin(), mutual.end(), told), mutual.end());
-  return mutual;
+  Stalls found = hopeless_stalls_in(ledger, now, hopeless_s,
+                                    [this](int rank) { return liveness_.waits(rank); });
+  const auto told = [&](const auto& stall) { return stall.since_s + hopeless_s < warned_s_; };
+  found.erase(std::remove_if(found.begin(), found.end(), told), found.end());
+  return found;
 }
 
 void Watch::look_for_stalls(double now) {

@@ -278,14 +278,19 @@ say(bagua.allreduce(one(), name="next", op=bagua.Sum)[0])
     assert result.exit_code == 0, result
 
 
-@pytest.mark.parametrize("warn_s", [1, 9])  # the latter is for ranks that may yet come
-def test_ranks_that_make_different_calls_hear_of_both(run, warn_s):
+# 9 s are for ranks that may yet come.
+@pytest.mark.parametrize(("warn_s", "peer_timeout_s"), [(1, 5), (9, 5), (9, 0)])
+def test_ranks_that_make_different_calls_hear_of_both(run, warn_s, peer_timeout_s):
     result = run(
         3,
         """
 expect_error(lambda: bagua.allreduce(one(), name="odd" if me == 1 else "even"))
 """,
-        env={"BAGUA_STALL_FAIL_S": "4", "BAGUA_STALL_WARN_S": str(warn_s)},
+        env={
+            "BAGUA_STALL_FAIL_S": "4",
+            "BAGUA_STALL_WARN_S": str(warn_s),
+            "BAGUA_PEER_TIMEOUT_S": str(peer_timeout_s),
+        },
     )
     even, odd = "rank 1{}, which has called odd instead", "of which rank 0 has called even instead"
     told = f"even: {even.format(' not ready after 4 s')}; all ranks must make the same calls"
@@ -317,6 +322,17 @@ late = [bagua.allreduce_async(one(), name=f"of {rank}") for rank in range(3) if 
 for handle in [early, *late]:
     handle.wait()
 """,
+        # What each has called comes after a step that one of them is late for.
+        """
+early = bagua.allreduce_async(one(), name=f"of {me}") if me < 2 else None
+if me == 2:
+    time.sleep(4)
+bagua.allreduce(one(), name="step")
+late = [bagua.allreduce_async(one(), name=f"of {rank}") for rank in range(2) if rank != me]
+for handle in [early, *late]:
+    if handle:
+        handle.wait()
+""",
         # They compute, and say nothing.
         """
 early = bagua.allreduce_async(one(), name=f"of {me}")
@@ -326,7 +342,7 @@ for handle in [early, *late]:
     handle.wait()
 """,
     ],
-    ids=["in a chain", "exchanging", "computing"],
+    ids=["in a chain", "exchanging", "late", "computing"],
 )
 def test_ranks_that_may_yet_come_are_told_of_later(run, program):
     result = run(3, f"{program}\nsay('done')", env={"BAGUA_STALL_WARN_S": "9"})

@@ -32,10 +32,10 @@ class Calls {
   }
   void pass(double s) { now_s_ += s; }
   void compute(int rank) { computes_ = rank; }
-  std::vector<std::string> mutual(double age_s = kAgeS) const {
+  std::vector<std::string> hopeless(double age_s = kAgeS) const {
     std::vector<std::string> labels;
     const auto waits = [this](int rank) { return rank != computes_; };
-    for (const auto& stall : mutual_stalls_in(ledger_, now_s_, age_s, waits))
+    for (const auto& stall : hopeless_stalls_in(ledger_, now_s_, age_s, waits))
       labels.push_back(stall.label);
     return labels;
   }
@@ -62,9 +62,9 @@ TEST(Stalls, OfRanksThatWaitForEachOther) {
   calls.call(1, "b");
   calls.call(2, "a");
   calls.pass(kAgeS - 1);
-  EXPECT_EQ(calls.mutual(), Labels{});
+  EXPECT_EQ(calls.hopeless(), Labels{});
   calls.pass(1);
-  EXPECT_EQ(calls.mutual(), (Labels{"a", "b"}));
+  EXPECT_EQ(calls.hopeless(), (Labels{"a", "b"}));
 }
 
 TEST(Stalls, OfALateRankAreNone) {
@@ -73,7 +73,7 @@ TEST(Stalls, OfALateRankAreNone) {
   calls.call(0, "b");
   calls.call(2, "a");
   calls.pass(2 * kAgeS);
-  EXPECT_EQ(calls.mutual(), Labels{});
+  EXPECT_EQ(calls.hopeless(), Labels{});
 }
 
 // They compute meanwhile: what the others wait for may come.
@@ -84,12 +84,12 @@ TEST(Stalls, OfRanksThatGoOnAreNone) {
   calls.pass(kAgeS - 1);
   for (const int rank : {0, 1}) calls.call(rank, "meanwhile");
   calls.pass(kAgeS - 1);
-  EXPECT_EQ(calls.mutual(), Labels{});
+  EXPECT_EQ(calls.hopeless(), Labels{});
   calls.call(0, "late");
   calls.pass(2);
-  EXPECT_EQ(calls.mutual(), Labels{}) << "one goes on";
+  EXPECT_EQ(calls.hopeless(), Labels{}) << "one goes on";
   calls.pass(kAgeS);
-  EXPECT_EQ(calls.mutual(), (Labels{"a", "b", "late"}));
+  EXPECT_EQ(calls.hopeless(), (Labels{"a", "b", "late"}));
 }
 
 // It has called what it will wait for later.
@@ -99,9 +99,34 @@ TEST(Stalls, OfARankThatComputesAreNone) {
   calls.call(1, "b");
   calls.compute(1);
   calls.pass(2 * kAgeS);
-  EXPECT_EQ(calls.mutual(), Labels{});
+  EXPECT_EQ(calls.hopeless(), Labels{});
   calls.compute(-1);
-  EXPECT_EQ(calls.mutual(), (Labels{"a", "b"}));
+  EXPECT_EQ(calls.hopeless(), (Labels{"a", "b"}));
+}
+
+// What they have called ahead is due when one that computes has come.
+TEST(Stalls, OfRanksThatWaitForALateOneAreNone) {
+  Calls calls(3);
+  calls.call(0, "a");
+  calls.call(1, "b");
+  for (const int rank : {0, 1}) calls.call(rank, "step");
+  calls.compute(2);
+  calls.pass(2 * kAgeS);
+  EXPECT_EQ(calls.hopeless(), Labels{});
+}
+
+// The one at the end of a row may come, and then the next.
+TEST(Stalls, OfRanksInARowAreNone) {
+  constexpr int kRanks = 5;
+  Calls calls(kRanks);
+  std::vector<int32_t> pairs;
+  for (int rank = 0; rank + 1 < kRanks; ++rank) pairs.push_back(calls.add_set({rank, rank + 1}));
+  for (int rank = 0; rank + 1 < kRanks; ++rank) calls.call(rank, "next", pairs[rank]);
+  calls.pass(2 * kAgeS);
+  EXPECT_EQ(calls.hopeless(), Labels{});
+  calls.call(kRanks - 1, "first", calls.add_set({0, kRanks - 1}));
+  calls.pass(kAgeS);
+  EXPECT_EQ(calls.hopeless().size(), size_t{kRanks});
 }
 
 TEST(Stalls, OfRanksInACircle) {
@@ -111,10 +136,10 @@ TEST(Stalls, OfRanksInACircle) {
   calls.call(1, "b", sets[1]);
   calls.call(3, "late");
   calls.pass(kAgeS);
-  EXPECT_EQ(calls.mutual(), Labels{});
+  EXPECT_EQ(calls.hopeless(), Labels{});
   calls.call(2, "c", sets[2]);
   calls.pass(kAgeS);
-  EXPECT_EQ(calls.mutual(), (Labels{"a", "b", "c"}));
+  EXPECT_EQ(calls.hopeless(), (Labels{"late", "a", "b", "c"})) << "and who waits for those";
 }
 
 TEST(Stalls, OfSeveralProcessSets) {
@@ -123,10 +148,10 @@ TEST(Stalls, OfSeveralProcessSets) {
   calls.call(0, "a", first);
   calls.call(1, "b", second);
   calls.pass(kAgeS);
-  EXPECT_EQ(calls.mutual(), Labels{}) << "rank 2 may come, and then rank 1";
+  EXPECT_EQ(calls.hopeless(), Labels{}) << "rank 2 may come, and then rank 1";
   calls.call(2, "c");
   calls.pass(kAgeS);
-  EXPECT_EQ(calls.mutual(), (Labels{"c", "a", "b"})) << "rank 2 waits for both";
+  EXPECT_EQ(calls.hopeless(), (Labels{"c", "a", "b"})) << "rank 2 waits for both";
 }
 
 TEST(Stalls, InTheBackgroundAreNone) {
@@ -134,7 +159,10 @@ TEST(Stalls, InTheBackgroundAreNone) {
   calls.call(0, "a", 0, /*background=*/true);
   calls.call(1, "b");
   calls.pass(kAgeS);
-  EXPECT_EQ(calls.mutual(), Labels{});
+  EXPECT_EQ(calls.hopeless(), Labels{});
+  calls.call(0, "c");
+  calls.pass(kAgeS);
+  EXPECT_EQ(calls.hopeless(), Labels{}) << "perhaps it waits for that";
 }
 
 // Rank 0 answers others meanwhile: it must not take long.
@@ -144,10 +172,10 @@ TEST(Stalls, OfManyTensorsOfManyRanks) {
   for (int i = 0; i < kTensors; ++i)
     for (int rank = 0; rank < kRanks / 2; ++rank) calls.call(rank, std::to_string(i));
   calls.pass(kAgeS);
-  EXPECT_EQ(calls.mutual(), Labels{});
+  EXPECT_EQ(calls.hopeless(), Labels{});
   calls.call(kRanks - 1, "other");
   calls.pass(kAgeS);
-  EXPECT_EQ(calls.mutual().size(), kTensors + 1u);
+  EXPECT_EQ(calls.hopeless().size(), kTensors + 1u);
 }
 
 }  // namespace
