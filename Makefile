@@ -27,7 +27,7 @@ ifneq ($(words $(CURDIR)),1)
 $(error the path of this clone, $(CURDIR), has a space, which MPI's compiler wrapper cannot cope with; move it)
 endif
 
-.PHONY: help dev demo test test-csrc test-python test-frontend test-rest test-even-ranks test-slow test-arm test-gpu test-nccl-releases sanitize-gpu test-hosts test-pretended test-parallel lint format sanitize bench bench-agreement bench-exchange clean googletest
+.PHONY: help dev demo test test-csrc test-python test-several-ranks test-rest test-four-ranks test-slow test-arm test-gpu test-nccl-releases sanitize-gpu test-hosts test-pretended test-parallel lint format sanitize bench bench-agreement bench-exchange clean googletest
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,32 +44,37 @@ test: test-csrc test-python ## the tests: C++ over threads, Python over MPI proc
 
 test-csrc: dev googletest
 	@$(call build,build/csrc,$(BUILT))
-	$(call ctest,build/csrc,--parallel 3)  # some only wait
+	$(call ctest,build/csrc,3)  # of which some only wait
 
 ifdef PYTEST_ARGS
 test-python: dev
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
-# Two halves at once, since ranks that wait for each other leave a core half idle: the frontend, and the
-# rest, which prints when it has ended.
+# Two halves at once, since ranks that wait for each other leave a core half idle: the frontend on several
+# ranks, and the rest, which prints when it has ended.
 test-python: dev
-	@$(MAKE) --no-print-directory -j2 -k test-frontend test-rest && exit
+	@$(MAKE) --no-print-directory -j2 -k test-several-ranks test-rest && exit
 	grep -HE '^(FAILED|ERROR) ' $(REST_LOG) || true  # which the other half's lines may have hidden
 	exit 1
 endif
 
 EVERYDAY := -m pytest -m 'not slow'
-EVEN_RANKS := np2 or np4
+SEVERAL_RANKS := np2 or np3
 REST_LOG := build/test-rest.log
-test-frontend:
-	@$(BIN)/python $(EVERYDAY) tests/torch -k 'not ($(EVEN_RANKS))'
+test-several-ranks:
+	@$(BIN)/python $(EVERYDAY) tests/torch -k '$(SEVERAL_RANKS)'
 test-rest:
 	@mkdir -p build
-	trap 'cat $(REST_LOG)' EXIT
-	$(BIN)/python $(EVERYDAY) -p no:cacheprovider --ignore=tests/parallel --ignore=tests/torch >$(REST_LOG) 2>&1
+	status=0
+	{
+	  $(BIN)/python $(EVERYDAY) -p no:cacheprovider --ignore=tests/parallel --ignore=tests/torch || status=1
+	  $(BIN)/python $(EVERYDAY) -p no:cacheprovider tests/torch -k 'not ($(SEVERAL_RANKS) or np4)' || status=1
+	} >$(REST_LOG) 2>&1
+	cat $(REST_LOG)
+	exit $$status
 
-test-even-ranks: dev ## those of the frontend on 2 and 4 ranks; the everyday ones are on 1 and 3
-	@$(BIN)/python $(EVERYDAY) tests/torch -k '$(EVEN_RANKS)'
+test-four-ranks: dev ## those of the frontend on 4 ranks, which take two cores long; all of them are on 3 ranks, too
+	@$(BIN)/python $(EVERYDAY) tests/torch -k np4
 
 test-slow: dev ## the tests that take long: they wait for time limits, start many processes or run what docs show
 	@$(BIN)/python -m pytest --ignore=tests/parallel -m slow
@@ -83,7 +88,7 @@ test-arm: $(STAMP)/tools googletest ## C++ tests of kernels, codecs and collecti
 	}
 	suites=$$(sed -nE 's/^TEST(_[FP])?\((\w+),.*/\2/p' tests/csrc/{kernel,codec,collective}/test_*.cc | sort -u | paste -sd '|')
 	$(call build,build/arm,$(ARM))
-	$(call ctest,build/arm,-R "(^|/)($$suites)\.")
+	$(call ctest,build/arm,2,-R "(^|/)($$suites)\.")
 
 # All but what rests on gradients being exchanged where they are, which those on a device are not, and on
 # memory being given back before it is used again, which a device's is not. An interrupt comes between
@@ -149,11 +154,11 @@ sanitize: $(STAMP)/tools googletest ## the C++ tests under AddressSanitizer+UBSa
 	@$(call build,build/asan,-DBAGUA_SANITIZE=address$(comma)undefined)
 	$(call build,build/tsan,-DBAGUA_SANITIZE=thread)
 	status=0
-	$(call ctest,build/asan,-E '$(BETWEEN_OTHERS)') || status=1
+	$(call ctest,build/asan,2,-E '$(BETWEEN_OTHERS)') || status=1
 	unshuffled="setarch $$(uname -m) -R"
 	$$unshuffled true 2>/dev/null || unshuffled=
 	export TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1
-	$(call ctest,build/tsan,-E '$(NOT_FOR_TSAN)',$$unshuffled) || status=1
+	$(call ctest,build/tsan,2,-E '$(NOT_FOR_TSAN)',$$unshuffled) || status=1
 	exit $$status
 
 bench: dev ## measure against the peers that are importable, and draw time against size
@@ -189,10 +194,10 @@ cmake -S . -B $(1) -GNinja -DBAGUA_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo $(
 cmake --build $(1) $(if $(3),--target $(3))
 endef
 
-# Runs them: (directory, more for ctest, prefix).
+# Runs them: (directory, so many at a time, more for ctest, prefix).
 define ctest
 export PATH="$(abspath $(BIN)):$$PATH"
-$(3) ctest --test-dir $(1) --output-on-failure --no-tests=error --parallel 2 $(2)
+$(4) ctest --test-dir $(1) --output-on-failure --no-tests=error --parallel $(2) $(3)
 endef
 
 $(STAMP)/venv:

@@ -40,7 +40,7 @@ def test_kernels_are_run_under_a_sanitizer(tmp_path: Path):
     assert "is missing" in make("-o", "dev", "sanitize-gpu", "SANITIZER=").stdout
 
 
-@pytest.mark.parametrize("failing", ["-k?not*", "--ignore=*", "nothing"])
+@pytest.mark.parametrize("failing", ["-k?np2*", "-k?not*", "--ignore=*", "nothing"])
 def test_everyday_tests_fail_with_each_part(tmp_path: Path, failing: str):
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
@@ -49,9 +49,9 @@ def test_everyday_tests_fail_with_each_part(tmp_path: Path, failing: str):
     python.chmod(0o755)
     log = tmp_path / "log"  # another one than that of the run that this test is in
     ran = make("-o", "dev", "test-python", f"VENV={tmp_path}", f"REST_LOG={log}")
-    assert ran.stdout.count("-m pytest") == 2
+    assert ran.stdout.count("-m pytest") == 3
     assert (ran.returncode == 0) == (failing == "nothing")
-    hidden = failing == "--ignore=*"  # in the half that prints when it has ended
+    hidden = failing in ("-k?not*", "--ignore=*")  # in the half that prints when it has ended
     assert ran.stdout.splitlines()[-1].startswith(f"{log}:FAILED ") == hidden
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import warnings, torch, bagua.torch as bagua
 from bagua.algorithms import Algorithm, AsyncModelAverage, Decentralized, LocalSGD
@@ -128,7 +130,6 @@ print(param.mean().item())
 """
 
 
-@pytest.mark.slow
 def test_who_is_slow_is_no_stall(run_ranks):
     result = run_ranks(2, SLOW)
     assert result.stdout == ["0.0\n"] * 2, str(result)  # they begin with the first one's weights

@@ -41,6 +41,7 @@ assert not bagua.is_initialized()
 """
 
 
+@pytest.mark.slow
 def test_quick_start_by_the_command_of_bagua(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(QUICK_START)

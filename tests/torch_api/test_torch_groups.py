@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 TORCH_GROUPS = """
 import os, sys
 import torch
@@ -36,6 +38,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_groups_of_torch(run_ranks):
     result = run_ranks(4, TORCH_GROUPS)
     assert result.exit_code == 0, str(result)
