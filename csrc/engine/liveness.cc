@@ -48,7 +48,10 @@ int Liveness::tick(double now_s, bool waiting) {
     if (peer.gone) continue;
     // After a gap in our own ticking (this process was stopped, or nobody waited) what we knew
     // before proves nothing.
-    if (now_s - peer.sent_s > 3 * kIntervalS) peer.pinged_s = 0, peer.waits = false;
+    if (now_s - peer.sent_s > 3 * kIntervalS) {
+      peer.pinged_s = 0;
+      peer.waits = false;
+    }
     if (timeout_s_ > 0 && peer.pinged_s > 0 && now_s - peer.pinged_s > timeout_s_)
       return static_cast<int>(rank);
     if (now_s - peer.sent_s < kIntervalS * 0.9) continue;
