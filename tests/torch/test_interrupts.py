@@ -21,7 +21,7 @@ from bagua.algorithms import (
 )
 from bagua.common.world import world
 
-pytestmark = pytest.mark.ranks(1, 2, 3)
+pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.slow]
 
 SOURCES = str(Path(bagua.torch.__file__).parent)
 # The code of everything that is in_one_piece; around it is what keeps the compiler away.
