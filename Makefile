@@ -91,10 +91,9 @@ test-arm: $(STAMP)/tools googletest ## C++ tests of kernels, codecs and collecti
 	$(call ctest,build/arm,2,-R "(^|/)($$suites)\.")
 
 # All but what rests on gradients being exchanged where they are, which those on a device are not, and on
-# memory being given back before it is used again, which a device's is not. An interrupt comes between
-# lines of Python, which are the same.
+# memory being given back before it is used again, which a device's is not.
 test-pretended: dev ## tests of the frontend whose tensors are taken for those of a device
-	@PRETEND_GPU=1 $(BIN)/python -m pytest tests/torch tests/gpu/test_every_operation.py tests/gpu/test_peers.py -m 'not slow' -k 'np2 and not late_contribution_elsewhere and not nobody_waits_for and not interrupts'
+	@PRETEND_GPU=1 $(BIN)/python -m pytest tests/torch tests/gpu/test_every_operation.py tests/gpu/test_peers.py -m 'not slow' -k 'np2 and not late_contribution_elsewhere and not nobody_waits_for'
 
 # All but what rests on a single machine: what is exact there, and large gradients, which are not
 # exchanged where they are if ranks must show them to each other.
