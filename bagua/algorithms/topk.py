@@ -32,7 +32,7 @@ class TopK(Algorithm):
 
     @property
     def changes(self) -> bool:
-        return bool(self.warmup_steps)
+        return bool(self.warmup_steps) or type(self).at is not TopK.at
 
     def at(self, step: int) -> Algorithm:
         if step >= self.warmup_steps:

@@ -194,3 +194,14 @@ def test_all_are_written_alike_in_every_process():
     assert repr(Apart(names)) == f"Apart(names={{{', '.join(map(repr, sorted(names)))}}})"
     assert repr(Apart(object())) == "Apart(names=object())"
     assert repr(Exchange(codec="fp16")) == "Exchange(codec='fp16')"
+
+
+def test_what_may_change_with_time():
+    class Own(TopK):
+        name = ""
+
+        def at(self, step):
+            return self if step < 5 else Algorithm()
+
+    assert [TopK().changes, TopK(warmup_steps=3).changes, Own().changes] == [False, True, True]
+    assert [LocalSGD().changes, LocalSGD(warmup_steps=3).changes] == [False, True]
