@@ -13,7 +13,8 @@ Agreement::Agreement(const Station& station, Door& door)
     : at_(station),
       door_(door),
       ledger_(at_.rank == 0 ? std::make_unique<Ledger>(at_.size) : nullptr),
-      left_(static_cast<size_t>(at_.size)) {
+      left_(static_cast<size_t>(at_.size)),
+      traffic_(static_cast<size_t>(at_.size)) {
   Set& world = sets_[0];
   for (int rank = 0; rank < at_.size; ++rank) world.ranks.push_back(rank);
   world.me = at_.rank;
@@ -90,6 +91,7 @@ void Agreement::send_reports() {
       Writer w;
       set.report.encode(w);
       at_.channel->post({0}, w.bytes());
+      ++traffic_[0].reports;
       ++message_count_;
     }
     set.report.clear();
@@ -119,6 +121,7 @@ void Agreement::send(std::vector<Decision> decisions) {
         mine = true;
       } else if (!has_left(rank)) {
         others.push_back(rank);
+        ++traffic_[static_cast<size_t>(rank)].decisions;
       }
     }
     at_.channel->post(others, w.bytes());
@@ -130,9 +133,12 @@ void Agreement::send(std::vector<Decision> decisions) {
 // ---- what this rank hears --------------------------------------------------------------------
 
 void Agreement::hear(int from, MessageType type, Reader& r) {
+  Traffic& traffic = traffic_[static_cast<size_t>(from)];
   if (type == MessageType::kReport) {
+    ++traffic.reports;
     ledger_->report(from, Report::decode(r), now_s());
   } else {
+    ++traffic.decisions;
     decisions_.push_back(Decision::decode(r));
   }
 }

@@ -50,6 +50,9 @@ class Agreement {
   // The next decision: appends what is to be exchanged, in that order.
   void accept_next(std::deque<Task>& tasks);
 
+  // What rank 0 and this rank have said to each other; on rank 0 what it has with that one.
+  const Traffic& traffic_with(int rank) const { return traffic_[static_cast<size_t>(rank)]; }
+
   // ---- process sets ----
   struct Members {
     const std::vector<int>& ranks;
@@ -124,7 +127,8 @@ class Agreement {
   Device* device_ = nullptr;      // on which this rank has had tensors
   int64_t open_count_ = 0;
   double open_since_s_ = 0;
-  std::vector<bool> left_;  // by rank
+  std::vector<bool> left_;        // by rank
+  std::vector<Traffic> traffic_;  // likewise
   std::atomic<int64_t> message_count_{0};
 };
 

@@ -228,6 +228,11 @@ bool Door::ask() {
   return interrupted;
 }
 
+bool Door::has_submissions() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !submissions_.empty();
+}
+
 bool Door::stopping() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return stopping_;

@@ -71,6 +71,7 @@ class Door {
   // ---- whoever drives ----
   bool caller_drives() const { return caller_drives_; }
   bool anybody_waits() const { return caller_drives_ || waiting_ > 0; }
+  bool has_submissions() const;
   bool stopping() const;
   bool ends_now() const;
   // Appends what was submitted, if it is so many bytes, and nothing is gained by waiting for more.

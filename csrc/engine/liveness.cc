@@ -5,11 +5,19 @@
 namespace bagua {
 namespace {
 constexpr double kIntervalS = 1;  // between pings to one peer
-constexpr const char* kWaits = "waits";
+
+std::string pong_of(const std::optional<Traffic>& waits) {
+  Writer w;
+  w.put(MessageType::kPong);
+  if (waits) {
+    w.put(waits->reports);
+    w.put(waits->decisions);
+  }
+  return w.take();
+}
 }  // namespace
 
-Liveness::Liveness(Channel& channel, int rank, int size, double timeout_s,
-                   std::function<bool()> waits)
+Liveness::Liveness(Channel& channel, int rank, int size, double timeout_s, Waits waits)
     : channel_(channel),
       rank_(rank),
       timeout_s_(timeout_s),
@@ -27,16 +35,21 @@ bool Liveness::handle(const Message& message, MessageType type, double now_s) {
       channel_.send(message.from, text_message(MessageType::kPong));
       return true;
     case MessageType::kPing:
-      channel_.send(message.from, text_message(MessageType::kPong, waits_() ? kWaits : ""));
+      channel_.send(message.from, pong_of(waits_()));
       return true;
     case MessageType::kPong:
       peer.pinged_s = 0;
-      peer.waits = message.bytes == text_message(MessageType::kPong, kWaits);
+      peer.pong = message.bytes;
       return true;
     default:
       peer.pinged_s = 0;  // any word is a sign of life
       return false;
   }
+}
+
+bool Liveness::waits(int rank, const Traffic& traffic) const {
+  if (rank == rank_) return waits_().has_value();
+  return peers_[static_cast<size_t>(rank)].pong == pong_of(traffic);
 }
 
 void Liveness::forget(int rank) { peers_[static_cast<size_t>(rank)].gone = true; }
@@ -50,7 +63,7 @@ int Liveness::tick(double now_s, bool waiting) {
     // before proves nothing.
     if (now_s - peer.sent_s > 3 * kIntervalS) {
       peer.pinged_s = 0;
-      peer.waits = false;
+      peer.pong.clear();
     }
     if (timeout_s_ > 0 && peer.pinged_s > 0 && now_s - peer.pinged_s > timeout_s_)
       return static_cast<int>(rank);

@@ -4,6 +4,8 @@
 #pragma once
 
 #include <functional>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "control/channel.h"
@@ -13,9 +15,11 @@ namespace bagua {
 
 class Liveness {
  public:
-  // timeout_s: how long a ping may stay unanswered; 0 is for ever. `waits`: whether a thread of
-  // this rank waits for others.
-  Liveness(Channel& channel, int rank, int size, double timeout_s, std::function<bool()> waits);
+  // If this rank does nothing but wait for others: what it has had of rank 0 by then.
+  using Waits = std::function<std::optional<Traffic>()>;
+
+  // timeout_s: how long a ping may stay unanswered; 0 is for ever.
+  Liveness(Channel& channel, int rank, int size, double timeout_s, Waits waits);
 
   // True when the message was about liveness and is dealt with.
   bool handle(const Message& message, MessageType type, double now_s);
@@ -26,20 +30,21 @@ class Liveness {
   int tick(double now_s, bool waiting);
   // Whether rank 0 must keep ticking on behalf of others.
   bool asked(double now_s) const { return rank_ == 0 && now_s - asked_s_ < 3; }
-  // Whether a thread of that rank waited when it answered last, as rank 0 knows.
-  bool waits(int rank) const { return rank == rank_ ? waits_() : peers_[rank].waits; }
+  // Whether that rank did nothing but wait when it answered last, and does so still: nothing has
+  // been said since to it or by it. Rank 0 knows.
+  bool waits(int rank, const Traffic& traffic) const;
 
  private:
   struct Peer {
     bool gone = false;
-    bool waits = false;
     double pinged_s = 0;  // the oldest ping not answered yet, 0 for none
     double sent_s = 0;    // the latest ping
+    std::string pong;     // the last one, empty if that is long ago
   };
   Channel& channel_;
   const int rank_;
   const double timeout_s_;
-  const std::function<bool()> waits_;
+  const Waits waits_;
   double asked_s_ = -1e9;
   std::vector<Peer> peers_;  // by rank; those without a connection are gone from the start
 };

@@ -14,10 +14,10 @@ enum class MessageType : uint8_t {
   kDecision,  // from rank 0: what all members of a process set do next, in this order
   kAwait,     // to rank 0: I am waiting; is everyone alive?
   kPing,      // answered with kPong by any rank whose process runs
-  kPong,
-  kFault,    // a failure nobody survives: poison the engine with this text
-  kBye,      // I shut down on purpose; rank 0 answers with it after its last decision
-  kLeaving,  // to rank 0, straight: my kBye is on its way by another rank
+  kPong,      // with Traffic, if all this rank does is wait
+  kFault,     // a failure nobody survives: poison the engine with this text
+  kBye,       // I shut down on purpose; rank 0 answers with it after its last decision
+  kLeaving,   // to rank 0, straight: my kBye is on its way by another rank
 };
 
 // Identifies a request across ranks: a name, or the position among the unnamed ones. A join has
@@ -92,6 +92,11 @@ struct Decision {
   }
   void encode(Writer& w) const;
   static Decision decode(Reader& r);
+};
+
+// How many messages of each a rank and rank 0 have exchanged, as one of the two knows.
+struct Traffic {
+  int64_t reports = 0, decisions = 0;
 };
 
 std::string text_message(MessageType type, std::string_view text = {});

@@ -17,8 +17,9 @@ Stalls hopeless_stalls_in(const Ledger& ledger, double now_s, double age_s,
   Stalls open = ledger.stalls(now_s, 0);
   std::vector<bool> stuck(ledger.ranks_of(0).size());
   for (const auto& stall : open)
-    for (const int rank : stall.waiting)
-      stuck[rank] = now_s - ledger.heard_s(rank) >= age_s && waits(rank);
+    for (const int rank : stall.waiting) stuck[rank] = true;
+  for (int rank = 0; rank < static_cast<int>(stuck.size()); ++rank)
+    stuck[rank] = stuck[rank] && now_s - ledger.heard_s(rank) >= age_s && waits(rank);
   // Until no more come: who waits for one that may come is not stuck itself.
   for (bool more = true; more;) {
     more = false;

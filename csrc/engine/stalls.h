@@ -16,7 +16,7 @@ using Stalls = std::vector<Ledger::Stall>;
 // Those open for so long that anybody waits for.
 Stalls stalls_in(const Ledger& ledger, double now_s, double age_s);
 // Of those the ones that no time will end, most likely since calls differ: each lacks a rank that
-// is stuck, for it has said nothing for so long, `waits` says that a thread of it waits, and all
+// is stuck, for it has said nothing for so long, `waits` says that all it does is wait, and all
 // that it has asked for is as hopeless. So ranks wait for each other in a circle, and who waits for
 // those.
 Stalls hopeless_stalls_in(const Ledger& ledger, double now_s, double age_s,

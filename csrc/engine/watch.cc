@@ -26,7 +26,7 @@ Watch::Watch(const Station& station, Door& door, Agreement& agreement, Runner& r
       agreement_(agreement),
       runner_(runner),
       liveness_(*at_.channel, at_.rank, at_.size, at_.config.peer_timeout_s,
-                [this] { return door_.anybody_waits(); }),
+                [this] { return only_waits(); }),
       expected_to_leave_(static_cast<size_t>(at_.size)) {}
 
 bool Watch::hear(const Message& message, MessageType type) {
@@ -34,6 +34,17 @@ bool Watch::hear(const Message& message, MessageType type) {
   // Somebody waits for long. MPI may hold back a message of ours until we call it again.
   if (!runner_.in_exchange()) at_.transport->progress();
   return true;
+}
+
+double Watch::hopeless_s() const { return at_.config.stall_warn_s * kHopelessShare; }
+
+// Whether a thread waits for others, nothing is under way or on its way, and nothing has ended so
+// lately that whoever waited for it may not yet have gone on. Another thread may compute.
+std::optional<Traffic> Watch::only_waits() const {
+  const bool waits = door_.anybody_waits() && !door_.has_submissions() && runner_.idle() &&
+                     !agreement_.has_decisions() &&
+                     now_s() - agreement_.open_since_s() >= hopeless_s();
+  return waits ? std::optional<Traffic>(agreement_.traffic_with(0)) : std::nullopt;
 }
 
 bool Watch::is_asked() const { return liveness_.asked(now_s()); }
@@ -128,16 +139,23 @@ void Watch::look_for_carried(double now) {
 // once that is clear.
 Stalls Watch::untold_stalls(double now) {
   const Ledger& ledger = *agreement_.ledger();
-  const double warn_s = at_.config.stall_warn_s, hopeless_s = warn_s * kHopelessShare;
+  const double warn_s = at_.config.stall_warn_s;
   if (now - warned_s_ >= warn_s) {
     Stalls late = stalls_in(ledger, now, warn_s);
-    if (!late.empty()) return late;
+    if (!late.empty()) {
+      told_.clear();
+      return late;
+    }
   }
-  if (now - looked_s_ < hopeless_s / kHopelessLooks) return {};
+  // What rank 0 is at, or holds back meanwhile, others may wait for.
+  if (!runner_.idle() || ledger.has_background()) return {};
+  if (now - looked_s_ < hopeless_s() / kHopelessLooks) return {};
   looked_s_ = now;
-  Stalls found = hopeless_stalls_in(ledger, now, hopeless_s,
-                                    [this](int rank) { return liveness_.waits(rank); });
-  const auto told = [&](const auto& stall) { return stall.since_s + hopeless_s < warned_s_; };
+  const auto waits = [&](int rank) { return liveness_.waits(rank, agreement_.traffic_with(rank)); };
+  Stalls found = hopeless_stalls_in(ledger, now, hopeless_s(), waits);
+  const auto told = [&](const auto& stall) {
+    return told_.count({stall.set, stall.key, stall.since_s}) > 0;
+  };
   found.erase(std::remove_if(found.begin(), found.end(), told), found.end());
   return found;
 }
@@ -166,6 +184,7 @@ void Watch::look_for_stalls(double now) {
   const Stalls stalls = untold_stalls(now);
   if (stalls.empty()) return;
   warned_s_ = now;
+  for (const auto& stall : stalls) told_.emplace(stall.set, stall.key, stall.since_s);
   const Instead instead(stalls_in(ledger, now, 0));
   std::string text = "some ranks wait for others";
   if (at_.config.stall_fail_s == 0)

@@ -2,7 +2,10 @@
 // that get nowhere. What cannot go on is thrown. Only who drives is here.
 #pragma once
 
+#include <optional>
+#include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "common/errors.h"
@@ -44,6 +47,8 @@ class Watch {
   bool is_asked() const;
 
  private:
+  std::optional<Traffic> only_waits() const;
+  double hopeless_s() const;
   bool leaving() const { return agreement_.has_left(at_.rank); }
   void look_for_stalls(double now);
   Stalls untold_stalls(double now);
@@ -61,7 +66,8 @@ class Watch {
   std::vector<bool> expected_to_leave_;  // by rank
   double ticked_s_ = 0;
   double warned_s_ = 0, device_warned_s_ = 0;
-  double looked_s_ = 0;  // for ranks that wait for each other
+  double looked_s_ = 0;                              // for ranks that wait for each other
+  std::set<std::tuple<int32_t, Key, double>> told_;  // stalls, since late ranks were
   bool advised_ = false;
   double asked_s_ = 0;  // when the caller that drives was last asked whether it was interrupted
   double left_s_ = 0;   // when this rank shut down

@@ -333,6 +333,18 @@ for handle in [early, *late]:
     if handle:
         handle.wait()
 """,
+        # Likewise, and a little after they have got what they waited for.
+        """
+early = bagua.allreduce_async(one(), name=f"of {me}") if me else None
+if me == 0:
+    time.sleep(4)
+bagua.allreduce(one(), name="step")
+time.sleep(0.7 if me else 0)
+late = [bagua.allreduce_async(one(), name=f"of {rank}") for rank in (1, 2) if rank != me]
+for handle in [early, *late]:
+    if handle:
+        handle.wait()
+""",
         # They compute, and say nothing.
         """
 early = bagua.allreduce_async(one(), name=f"of {me}")
@@ -342,7 +354,7 @@ for handle in [early, *late]:
     handle.wait()
 """,
     ],
-    ids=["in a chain", "exchanging", "late", "computing"],
+    ids=["in a chain", "exchanging", "late", "going on", "computing"],
 )
 def test_ranks_that_may_yet_come_are_told_of_later(run, program):
     result = run(3, f"{program}\nsay('done')", env={"BAGUA_STALL_WARN_S": "9"})
