@@ -78,7 +78,8 @@ def test_wrong_blocks_are_found(tmp_path, run_ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", of("diff"), ids=str)
-def test_both_sides_of_a_diff_run(block, run_ranks):
+def test_both_sides_of_a_diff_run(block, run_ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where they may write
     before, after = both_sides(block.body)
     plain = subprocess.run([sys.executable, "-c", before], capture_output=True, text=True)
     assert plain.returncode == 0, plain.stderr
