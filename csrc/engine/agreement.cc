@@ -290,7 +290,7 @@ void Agreement::forget_removed() {
 // ---- requests --------------------------------------------------------------------------------
 
 void Agreement::complete(const std::vector<RequestPtr>& requests, const FailurePtr& failure) {
-  open_since_s_ = now_s();
+  ended_s_ = now_s();
   open_count_ -= static_cast<int64_t>(requests.size());
   door_.complete(requests, failure);
 }

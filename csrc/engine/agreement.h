@@ -66,7 +66,8 @@ class Agreement {
 
   // ---- requests ----
   bool anything_open() const { return open_count_ > 0; }  // reported and not done
-  double open_since_s() const { return open_since_s_; }   // or one of them ended
+  double open_since_s() const { return open_since_s_; }   // without a break
+  double ended_s() const { return ended_s_; }             // when one of them did last
   void complete(const std::vector<RequestPtr>& requests, const FailurePtr& failure);
   void finish_join(int32_t set, int last_joined);
   // Every open request gets the failure, also those nobody has looked at yet, and these.
@@ -126,7 +127,7 @@ class Agreement {
   std::vector<int32_t> removed_;  // of sets_
   Device* device_ = nullptr;      // on which this rank has had tensors
   int64_t open_count_ = 0;
-  double open_since_s_ = 0;
+  double open_since_s_ = 0, ended_s_ = 0;
   std::vector<bool> left_;        // by rank
   std::vector<Traffic> traffic_;  // likewise
   std::atomic<int64_t> message_count_{0};

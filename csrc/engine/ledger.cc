@@ -246,6 +246,9 @@ void Ledger::withdraw(int32_t set, int member, const Report::Full& full) {
 std::vector<Ledger::Stall> Ledger::stalls(double now_s, double age_s) const {
   std::vector<Stall> found;
   for (const auto& [id, s] : sets_) {
+    const auto named = [id = id](const std::string& label) {
+      return id == 0 ? label : label + " (process set " + std::to_string(id) + ")";
+    };
     const auto missing = [&, &ranks = s](auto&& has) {
       std::vector<int> result;
       for (int m = 0; m < static_cast<int>(ranks.ranks.size()); ++m)
@@ -257,7 +260,7 @@ std::vector<Ledger::Stall> Ledger::stalls(double now_s, double age_s) const {
       if (entry.open_since_s == 0 || now_s - entry.open_since_s < age_s) continue;
       found.push_back({id,
                        {entry.name, 0},
-                       entry.name,
+                       named(entry.name),
                        missing([&, &set = s](int m) { return set.bit(m, e); }),
                        s.with_bit(e),
                        entry.open_since_s,
@@ -265,13 +268,14 @@ std::vector<Ledger::Stall> Ledger::stalls(double now_s, double age_s) const {
     }
     for (const auto& [key, pending] : s.pending) {
       if (pending.since_s == 0 || now_s - pending.since_s < age_s) continue;
-      const std::string label = pending.label(key);
-      found.push_back({id, key, label,
+      found.push_back({id, key, named(pending.label(key)),
                        missing([&p = pending](int m) { return p.arrivals[m].has_value(); }),
                        s.waiting(pending), pending.since_s, pending.background()});
     }
-    const auto joins = join_stall(id);
-    if (joins && now_s - joins->since_s >= age_s) found.push_back(*joins);
+    auto joins = join_stall(id);
+    if (!joins || now_s - joins->since_s < age_s) continue;
+    joins->label = named(joins->label);
+    found.push_back(std::move(*joins));
   }
   return found;
 }

@@ -43,7 +43,7 @@ class Ledger {
   struct Stall {
     int32_t set;
     Key key;
-    std::string label;
+    std::string label;         // with the process set, if it is not the world
     std::vector<int> missing;  // ranks
     std::vector<int> waiting;  // ranks that are ready, or will be when a refusal is settled
     double since_s;

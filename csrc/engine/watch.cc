@@ -42,8 +42,7 @@ double Watch::hopeless_s() const { return at_.config.stall_warn_s * kHopelessSha
 // lately that whoever waited for it may not yet have gone on. Another thread may compute.
 std::optional<Traffic> Watch::only_waits() const {
   const bool waits = door_.anybody_waits() && !door_.has_submissions() && runner_.idle() &&
-                     !agreement_.has_decisions() &&
-                     now_s() - agreement_.open_since_s() >= hopeless_s();
+                     !agreement_.has_decisions() && now_s() - agreement_.ended_s() >= hopeless_s();
   return waits ? std::optional<Traffic>(agreement_.traffic_with(0)) : std::nullopt;
 }
 
@@ -136,27 +135,24 @@ void Watch::look_for_carried(double now) {
 }
 
 // Those that a warning is due of: of late ranks from time to time, of such as wait for each other
-// once that is clear.
+// once that is clear, unless others have been told of lately.
 Stalls Watch::untold_stalls(double now) {
   const Ledger& ledger = *agreement_.ledger();
   const double warn_s = at_.config.stall_warn_s;
   if (now - warned_s_ >= warn_s) {
     Stalls late = stalls_in(ledger, now, warn_s);
     if (!late.empty()) {
-      told_.clear();
+      warned_s_ = now;
       return late;
     }
   }
-  // What rank 0 is at, or holds back meanwhile, others may wait for.
-  if (!runner_.idle() || ledger.has_background()) return {};
+  // Others may wait for what rank 0 holds back meanwhile.
+  if (now - std::max(warned_s_, warned_early_s_) < warn_s || ledger.has_background()) return {};
   if (now - looked_s_ < hopeless_s() / kHopelessLooks) return {};
   looked_s_ = now;
   const auto waits = [&](int rank) { return liveness_.waits(rank, agreement_.traffic_with(rank)); };
   Stalls found = hopeless_stalls_in(ledger, now, hopeless_s(), waits);
-  const auto told = [&](const auto& stall) {
-    return told_.count({stall.set, stall.key, stall.since_s}) > 0;
-  };
-  found.erase(std::remove_if(found.begin(), found.end(), told), found.end());
+  if (!found.empty()) warned_early_s_ = now;
   return found;
 }
 
@@ -183,8 +179,6 @@ void Watch::look_for_stalls(double now) {
   if (at_.config.stall_warn_s <= 0) return;
   const Stalls stalls = untold_stalls(now);
   if (stalls.empty()) return;
-  warned_s_ = now;
-  for (const auto& stall : stalls) told_.emplace(stall.set, stall.key, stall.since_s);
   const Instead instead(stalls_in(ledger, now, 0));
   std::string text = "some ranks wait for others";
   if (at_.config.stall_fail_s == 0)

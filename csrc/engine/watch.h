@@ -3,9 +3,7 @@
 #pragma once
 
 #include <optional>
-#include <set>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "common/errors.h"
@@ -65,9 +63,8 @@ class Watch {
   Liveness liveness_;
   std::vector<bool> expected_to_leave_;  // by rank
   double ticked_s_ = 0;
-  double warned_s_ = 0, device_warned_s_ = 0;
-  double looked_s_ = 0;                              // for ranks that wait for each other
-  std::set<std::tuple<int32_t, Key, double>> told_;  // stalls, since late ranks were
+  double warned_s_ = 0, warned_early_s_ = 0, device_warned_s_ = 0;
+  double looked_s_ = 0;  // for ranks that wait for each other
   bool advised_ = false;
   double asked_s_ = 0;  // when the caller that drives was last asked whether it was interrupted
   double left_s_ = 0;   // when this rank shut down

@@ -209,6 +209,31 @@ os._exit(0)
         assert "has not answered" in result.stdout[rank], result
 
 
+def test_stopped_rank_is_named_though_the_others_exchange_without_it(run):
+    result = run(
+        3,
+        """
+some = bagua.add_process_set([0, 1])
+bagua.barrier()
+if me == 2:
+    os.kill(os.getpid(), signal.SIGSTOP)
+handle = bagua.allreduce_async(one(), name="all")
+def work():
+    while not handle.poll():
+        bagua.allreduce(one(), name="some", process_set=some)
+        time.sleep(0.3)
+    handle.wait()
+expect_error(work)
+meet(2)
+os._exit(0)
+""",
+        timeout_s=40,
+    )
+    for rank in (0, 1):
+        assert "PeerError rank 2 (host" in result.stdout[rank], result
+        assert "has not answered" in result.stdout[rank], result
+
+
 @pytest.mark.parametrize("delay_s", [0.13, 0.22])  # mostly in the middle of writing
 def test_who_comes_back_writes_to_nobody(run, delay_s):
     result = run(
@@ -360,6 +385,32 @@ def test_ranks_that_may_yet_come_are_told_of_later(run, program):
     result = run(3, f"{program}\nsay('done')", env={"BAGUA_STALL_WARN_S": "9"})
     assert all("done" in text for text in result.stdout), result
     assert not any("some ranks wait" in text for text in result.stderr), result
+
+
+def test_warnings_of_some_ranks_leave_room_for_those_of_others(run):
+    """However often the first ones call something new."""
+    result = run(
+        4,
+        """
+some, rest = bagua.add_process_set([1, 2]), bagua.add_process_set([0, 3])
+threading.Timer(10, lambda: os._exit(0)).start()
+if me == 1:
+    def call_on():
+        for i in itertools.count():
+            bagua.allreduce_async(one(), name=f"more {i}", process_set=some)
+            time.sleep(1.6)
+    threading.Thread(target=call_on, daemon=True).start()
+if me == 3:
+    time.sleep(1000)
+bagua.allreduce(one(), name=f"of {me}", process_set=rest if me == 0 else some)
+""",
+        env={"BAGUA_STALL_WARN_S": "6"},
+    )
+    early, *late = result.stderr[0].split("some ranks wait")[1:]
+    circle = "of 1 (process set 1): waiting {} s for rank 2, which has called of 2 (process set 1)"
+    assert re.search(re.escape(circle).replace(r"\{\}", "[1-4]"), early), result
+    assert len(late) <= 2, result
+    assert "of 0 (process set 2): waiting 6 s for rank 3" in late[0], result
 
 
 def test_second_try_after_a_refusal_fails_when_the_others_do_not_come(run):

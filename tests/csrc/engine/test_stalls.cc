@@ -139,7 +139,9 @@ TEST(Stalls, OfRanksInACircle) {
   EXPECT_EQ(calls.hopeless(), Labels{});
   calls.call(2, "c", sets[2]);
   calls.pass(kAgeS);
-  EXPECT_EQ(calls.hopeless(), (Labels{"late", "a", "b", "c"})) << "and who waits for those";
+  EXPECT_EQ(calls.hopeless(),
+            (Labels{"late", "a (process set 1)", "b (process set 2)", "c (process set 3)"}))
+      << "and who waits for those";
 }
 
 TEST(Stalls, OfSeveralProcessSets) {
@@ -151,7 +153,8 @@ TEST(Stalls, OfSeveralProcessSets) {
   EXPECT_EQ(calls.hopeless(), Labels{}) << "rank 2 may come, and then rank 1";
   calls.call(2, "c");
   calls.pass(kAgeS);
-  EXPECT_EQ(calls.hopeless(), (Labels{"c", "a", "b"})) << "rank 2 waits for both";
+  EXPECT_EQ(calls.hopeless(), (Labels{"c", "a (process set 1)", "b (process set 2)"}))
+      << "rank 2 waits for both";
 }
 
 TEST(Stalls, InTheBackgroundAreNone) {
