@@ -406,11 +406,12 @@ bagua.allreduce(one(), name=f"of {me}", process_set=rest if me == 0 else some)
 """,
         env={"BAGUA_STALL_WARN_S": "6"},
     )
-    early, *late = result.stderr[0].split("some ranks wait")[1:]
-    circle = "of 1 (process set 1): waiting {} s for rank 2, which has called of 2 (process set 1)"
-    assert re.search(re.escape(circle).replace(r"\{\}", "[1-4]"), early), result
-    assert len(late) <= 2, result
-    assert "of 0 (process set 2): waiting 6 s for rank 3" in late[0], result
+    told = result.stderr[0]
+    assert re.search(
+        r"of 1 \(process set 1\): waiting \d+ s for rank 2, which has called of 2 \(proc", told
+    ), result
+    assert re.search(r"of 0 \(process set 2\): waiting \d+ s for rank 3", told), result
+    assert told.count("some ranks wait") <= 4, result  # not one for each call
 
 
 def test_second_try_after_a_refusal_fails_when_the_others_do_not_come(run):
