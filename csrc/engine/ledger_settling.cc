@@ -15,8 +15,7 @@ std::string gone_text(const std::vector<int>& gone) {
   return ranks_text(gone) + (gone.size() == 1 ? " has" : " have") +
          " shut down; by an error, or ahead of the others? With fewer batches a rank should "
          "join(); from a checkpoint all begin with the same epoch, and where a metric ends "
-         "training "
-         "all go by the same value";
+         "training all go by the same value";
 }
 
 }  // namespace

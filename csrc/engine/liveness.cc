@@ -32,7 +32,7 @@ bool Liveness::handle(const Message& message, MessageType type, double now_s) {
   switch (type) {
     case MessageType::kAwait:
       asked_s_ = now_s;
-      channel_.send(message.from, text_message(MessageType::kPong));
+      channel_.send(message.from, pong_of({}));
       return true;
     case MessageType::kPing:
       channel_.send(message.from, pong_of(waits_()));

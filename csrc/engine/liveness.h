@@ -15,7 +15,7 @@ namespace bagua {
 
 class Liveness {
  public:
-  // If this rank does nothing but wait for others: what it has had of rank 0 by then.
+  // If this rank does nothing but wait for others: what it and rank 0 have exchanged by then.
   using Waits = std::function<std::optional<Traffic>()>;
 
   // timeout_s: how long a ping may stay unanswered; 0 is for ever.

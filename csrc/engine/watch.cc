@@ -135,8 +135,8 @@ void Watch::look_for_carried(double now) {
 }
 
 // Those that a warning is due of: of late ranks from time to time, of such as wait for each other
-// once that is clear, unless others have been told of lately.
-Stalls Watch::untold_stalls(double now) {
+// once that is clear, unless others have been told of lately. They count as told.
+Stalls Watch::take_untold_stalls(double now) {
   const Ledger& ledger = *agreement_.ledger();
   const double warn_s = at_.config.stall_warn_s;
   if (now - warned_s_ >= warn_s) {
@@ -177,7 +177,7 @@ void Watch::look_for_stalls(double now) {
     agreement_.decide(runner_.idle());
   }
   if (at_.config.stall_warn_s <= 0) return;
-  const Stalls stalls = untold_stalls(now);
+  const Stalls stalls = take_untold_stalls(now);
   if (stalls.empty()) return;
   const Instead instead(stalls_in(ledger, now, 0));
   std::string text = "some ranks wait for others";

@@ -49,7 +49,7 @@ class Watch {
   double hopeless_s() const;
   bool leaving() const { return agreement_.has_left(at_.rank); }
   void look_for_stalls(double now);
-  Stalls untold_stalls(double now);
+  Stalls take_untold_stalls(double now);
   void look_for_stragglers(double now);
   void look_for_carried(double now);
   bool carries(int rank) const;
